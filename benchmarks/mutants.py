@@ -12,6 +12,7 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -85,15 +86,21 @@ def changed(file: Path, index: int) -> tuple[str, int]:
     return ast.unparse(tree), node.lineno  # type: ignore[attr-defined]
 
 
-def tests_of(file: Path) -> Path:
-    """Return the test file with a source file's name, or the nearest folder of tests that mirrors its own."""
-    if named := sorted((ROOT / "tests").rglob(f"test_{file.name}")):
-        return named[0].relative_to(ROOT)
+def tests_of(file: Path) -> list[Path]:
+    """Return the tests with a source file's name in the room that mirrors its own, else those that name it."""
     parts = [part for part in file.relative_to(ROOT).parts if part not in ("semdiag", "semdiag_models")]
-    place = Path("tests", *parts[:-1])
-    while not (ROOT / place).is_dir():
-        place = place.parent
-    return place
+    room = Path("tests", *parts[:-1])
+    while not (ROOT / room).is_dir():
+        room = room.parent
+    for place in (room / f"test_{file.name}", room / file.stem):
+        if (ROOT / place).exists():
+            return [place]
+    named = [
+        test.relative_to(ROOT)
+        for test in sorted((ROOT / room).rglob("test_*.py"))
+        if re.search(rf"\b{file.stem}\b", test.read_text(encoding="utf-8"))
+    ]
+    return named or [room]
 
 
 def main() -> None:
@@ -126,7 +133,7 @@ def main() -> None:
                 "0",
                 "-p",
                 "no:cacheprovider",
-                tests_of(file),
+                *tests_of(file),
             ]
             try:
                 found = subprocess.run(

@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import html
 import itertools
 import json
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(config, items):
     if dropped:
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector the modules and ten thousand tests, which stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def _pairwise(cases):

@@ -61,15 +61,24 @@ _IN_LOGS = re.compile(r"^semdiag: (?:measuring|drawing|training|learning) .*\n",
 Program = Callable[..., tuple[int, str]]
 
 
+@pytest.fixture(scope="session")
+def made_by_docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of what the scripts in docs write for the examples of the pages. Do not write to it."""
+    folder = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        runpy.run_path(str(ROOT / "docs" / "selections.py"))
+        quantised = runpy.run_path(str(ROOT / "docs" / "quantised.py"))
+        quantised["copy"](str(ROOT / "checkpoints" / "even-pairs-full-seed-153476998"), "four-bits.pt", 4)
+    return folder
+
+
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+def program(made_by_docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     """The program in this process, in a folder that has the checkpoints: exit code and what a terminal shows."""
-    for name in ("checkpoints", "experiments"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    for path in (ROOT / "checkpoints", ROOT / "experiments", *made_by_docs.iterdir()):
+        (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(ROOT / "docs" / "selections.py"))  # writes files that the examples of a page look at
-    quantised = runpy.run_path(str(ROOT / "docs" / "quantised.py"))
-    quantised["copy"]("checkpoints/even-pairs-full-seed-153476998", "four-bits.pt", 4)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("SEMDIAG_CHECKPOINTS", raising=False)
 

@@ -13,18 +13,8 @@ if TYPE_CHECKING:
     from semdiag_models.tasks import TASKS, Task, Text, configure, draw_data, find_task, open_text
     from semdiag_models.training import DivergedError, Trainer
 
-# Imported on first use: the command line reads the options in ``config``, and must not wait for torch.
-_HOME = {
-    "attention": ("ATTENTIONS", "AttentionKind"),
-    "checkpoint": ("Checkpoint", "read_checkpoint", "sha256", "weights_sha256", "write_checkpoint"),
-    "config": ("ListOpsTrees", "ModelConfig", "TextSource", "TrainingConfig"),
-    "encoder": ("AttentionCore", "Encoder"),
-    "reading": ("InputError",),
-    "run_folder": ("open_run", "open_seed_runs", "run_name", "train_run", "train_seed_runs"),
-    "tasks": ("TASKS", "Task", "Text", "configure", "draw_data", "find_task", "open_text"),
-    "training": ("DivergedError", "Trainer"),
-}
-_MODULES = {name: module for module, names in _HOME.items() for name in names}
+# Imported on first use, from the first that has the name: the command line must not wait for torch.
+_HOMES = "reading", "config", "attention", "encoder", "checkpoint", "tasks", "training", "run_folder"
 
 __all__ = [
     # architecture
@@ -42,8 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'semdiag_models' has no attribute {name!r}")
-    found = getattr(import_module(f"semdiag_models.{_MODULES[name]}"), name)
-    globals()[name] = found
-    return found
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := import_module(f"semdiag_models.{home}"), name):
+            return getattr(module, name)
+    raise AttributeError(f"module 'semdiag_models' has no attribute {name!r}")

@@ -12,11 +12,21 @@ _SAVE_AGAIN = "A file of torch before 1.6 can be saved again: torch.save(torch.l
 
 
 class DamagedError(Exception):
-    """Raised for a file that torch.save did not write; the message is a phrase that gives the reason."""
+    """Raised for a file that is not read; the message goes on after the file's path."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"is not a checkpoint, or it is truncated ({reason}).")
 
 
-class CodeError(Exception):
-    """Raised for a file that contains code, which the message names."""
+class CodeError(DamagedError):
+    """Raised for a file that contains code."""
+
+    def __init__(self, code: str) -> None:
+        Exception.__init__(
+            self, f"refused: it holds the code object {code[:120]}, and checkpoints are read as data only. Save a "
+            "state dict of tensors instead; for a model of your own name a function that builds it: "
+            "package.module:function.",
+        )  # fmt: skip
 
 
 def check_archive(file: BinaryIO) -> str | None:
@@ -27,8 +37,7 @@ def check_archive(file: BinaryIO) -> str | None:
     except DamagedError:
         raise
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError, EOFError) as error:
-        code = code_in(file)
-        if code is not None:
+        if code := code_in(file):
             raise CodeError(code) from None
         raise DamagedError(f"no zip archive as torch.save writes it. {_SAVE_AGAIN}") from error
     file.seek(0)
@@ -45,23 +54,13 @@ def _check_members(archive: zipfile.ZipFile, file: BinaryIO) -> str | None:
     ):
         if there:
             raise DamagedError(problem)
-    wrong = next((m.filename for m in members if not _has_its_checksum(archive, m)), None)
+    wrong = archive.testzip()  # the first member with a wrong checksum
     for member in members:
         if member.filename.lower().endswith("data.pkl"):
             if member.file_size > _LARGEST_PICKLE:
                 raise DamagedError("a pickle that is too large")
             _check_pickle(_content(file, member.header_offset, member.file_size), sizes)
     return wrong
-
-
-def _has_its_checksum(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
-    with archive.open(member) as content:
-        try:
-            while content.read(2**20):
-                pass
-        except zipfile.BadZipFile:
-            return False
-    return True
 
 
 def _content(file: BinaryIO, header: int, size: int) -> bytes:
@@ -74,9 +73,7 @@ def _content(file: BinaryIO, header: int, size: int) -> bytes:
 
 def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
     """Follow a pickle without building anything."""
-    stack: list[tuple[int, Any]] = []
-    marks: list[int] = []
-    memo: dict[Any, tuple[int, Any]] = {}
+    stack, marks, memo = list[tuple[int, Any]](), list[int](), dict[Any, tuple[int, Any]]()
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
             name = opcode.name
@@ -87,18 +84,14 @@ def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
             elif name in ("BINGET", "LONG_BINGET", "GET"):
                 stack.append(memo[argument])
             elif name in ("GLOBAL", "INST") and len(str(argument)) > _LONGEST_NAME:
-                raise CodeError(
-                    ".".join(str(argument).split())[:120]
-                )  # torch's search of its message is quadratic
+                raise CodeError(".".join(str(argument).split()))  # torch's search of its message is quadratic
             elif name not in ("PROTO", "FRAME"):
                 _step(opcode, argument, stack, marks, sizes)
     except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedError("a damaged pickle") from error
 
 
-def _step(
-    opcode: Any, argument: Any, stack: list[tuple[int, Any]], marks: list[int], sizes: dict[str, int]
-) -> None:
+def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes: dict[str, int]) -> None:
     """Apply an operation to the stack: pop what it takes, push what it leaves."""
     before = [kind.name for kind in opcode.stack_before]
     first = marks.pop() - before.index("mark") if "mark" in before else len(stack) - len(before)
@@ -106,8 +99,11 @@ def _step(
         raise IndexError
     taken = stack[first:]
     del stack[first:]
-    if opcode.name == "BINPERSID":
-        _check_storage(taken[0][1], sizes)
+    if opcode.name == "BINPERSID":  # torch trusts the pickle's size of a storage, and would read beyond
+        _, kind, key, _, elements = taken[0][1]
+        width = next((n for word, n in _WIDTHS.items() if word in str(kind)), 1)
+        if not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]:
+            raise DamagedError("a storage that is larger than what is stored of it")
     changed = opcode.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
     inner = max((depth for depth, _ in taken[changed:]), default=0)
     depth = max(taken[0][0], inner + 1) if changed else inner + 1 if taken else 0
@@ -116,14 +112,6 @@ def _step(
     value = tuple(value for _, value in taken) if opcode.name.startswith("TUPLE") else argument
     for _ in opcode.stack_after:
         stack.append((depth, value))
-
-
-def _check_storage(name: Any, sizes: dict[str, int]) -> None:
-    """Refuse a storage larger than its member: torch trusts the pickle's size and would read beyond."""
-    _, kind, key, _, elements = name
-    width = next((n for word, n in _WIDTHS.items() if word in str(kind)), 1)
-    if not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]:
-        raise DamagedError("a storage that is larger than what is stored of it")
 
 
 _WIDTHS = {  # bytes per element, by the start of the storage's class name
@@ -142,7 +130,7 @@ def code_in(file: BinaryIO) -> str | None:
                 member = next(m for m in archive.infolist() if m.filename.lower().endswith("data.pkl"))
                 data = _content(file, member.header_offset, member.file_size)
         stream = io.BytesIO(data)
-        strings: list[str] = []  # STACK_GLOBAL follows the strings of module and name
+        strings = list[str]()  # STACK_GLOBAL follows those of module and name
         while True:
             for opcode, argument, _ in pickletools.genops(stream):
                 name = None

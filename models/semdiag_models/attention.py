@@ -8,7 +8,7 @@ are valid (B, L) or None, and the layer, whose ``config`` has the options; it re
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,9 +25,9 @@ _DENSE = 2**28  # largest number of entries of a sparse matrix that is written o
 SHORT = 128  # number of tokens up to which training steps on a CPU use masked matrices
 
 
-def _strip(device: torch.device) -> int:
-    """Return the number of scores to hold at a time on a device."""
-    return _STRIP if device.type == "cpu" else _STRIP * _LARGER
+def _per_strip(device: torch.device, entries: int) -> int:
+    """Return how many parts of so many scores to hold at a time on a device."""
+    return max(1, _STRIP * (1 if device.type == "cpu" else _LARGER) // entries)
 
 
 # --- keys by their scores
@@ -35,7 +35,7 @@ def _strip(device: torch.device) -> int:
 
 @torch.no_grad()
 def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sign: int = 1) -> Tensor:
-    """Select the k keys with the largest scores."""
+    """Select the k keys with the largest scores; with a sign of -1, the smallest."""
     batch, heads, length, _ = q.shape
     first = layer.core.everywhere[0] if layer.core.apart else 0  # tokens that are no key of the others
     if first:
@@ -44,7 +44,7 @@ def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sig
     k, scale = min(layer.config.k or 1, length - first), sign * layer.scale
     rows, of_keys = (t.detach().reshape(batch * heads, length, -1) for t in (q, keys))  # also detaches tangents
     allowed = None if valid is None else valid.repeat_interleave(heads, 0)[:, None]
-    per_strip = max(1, _strip(q.device) // length**2)
+    per_strip = _per_strip(q.device, length**2)
     strip = rows.new_empty(min(per_strip, batch * heads), length, length)  # one memory for all strips
     selected = []
     for start in range(0, batch * heads, per_strip):
@@ -61,11 +61,6 @@ def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sig
     return found
 
 
-def bottom_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
-    """Select the k keys with the smallest scores."""
-    return top_k(q, keys, valid, layer, sign=-1)
-
-
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of each row, and their positions."""
     if scores.device.type == "cuda":
@@ -80,32 +75,25 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 # --- keys by their positions
 
 
-def banded(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
-    """Select k consecutive keys, (k - 1) // 2 of them left of the query, shifted inward at the ends."""
-    return _fixed(q, valid, layer, _band)
-
-
-def block(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
-    """Select the keys of the query's own block of k; the last block may be short."""
-    return _fixed(q, valid, layer, _block)
-
-
-def _band(length: int, k: int) -> Tensor:
+def band(length: int, k: int) -> Tensor:
+    """Return the k consecutive keys with (k - 1) // 2 left of each query, shifted inward at the ends: (L, K)."""
     start = (torch.arange(length) - (k - 1) // 2).clamp(0, length - min(k, length))
     return start[:, None] + torch.arange(min(k, length))
 
 
-def _block(length: int, k: int) -> Tensor:
+def block(length: int, k: int) -> Tensor:
+    """Return the keys of each query's own block of k; the last block may be short."""
     keys = (torch.arange(length) // k * k)[:, None] + torch.arange(k)
     return keys.masked_fill(keys >= length, -1)
 
 
-Pattern = Callable[[int, int], Tensor]  # of a length and k, the positions (L, k) of each query's keys
+Pattern = Callable[[int, int], Tensor]
 
 
-def _fixed(q: Tensor, valid: Tensor | None, layer: "Attention", pattern: Pattern) -> Tensor:
+def local(pattern: Pattern, q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
+    """Select the keys of a pattern."""
     batch, heads, length, _ = q.shape
-    positions = _local(pattern, length, layer.config.k or 1, *layer.core.everywhere, layer.core.apart, q.device)
+    positions = _around(pattern, length, layer.config.k or 1, *layer.core.everywhere, layer.core.apart, q.device)
     selected = positions.expand(batch, heads, length, -1)
     if valid is None:
         return selected
@@ -114,7 +102,7 @@ def _fixed(q: Tensor, valid: Tensor | None, layer: "Attention", pattern: Pattern
 
 
 @lru_cache(maxsize=32)
-def _local(
+def _around(
     pattern: Pattern, length: int, k: int, first: int, last: int, apart: bool, device: torch.device
 ) -> Tensor:
     """Return (L, k + first + last): a pattern's keys and the global tokens, whose own rows are empty."""
@@ -154,7 +142,7 @@ def _foremost(priorities: Tensor, valid: Tensor | None, q: Tensor, layer: "Atten
     if valid is None:
         return priorities.topk(k, -1).indices.expand(len(q), -1, -1, -1)
     parts = []
-    for allowed in torch.split(valid, max(1, _strip(q.device) // priorities.numel())):
+    for allowed in torch.split(valid, _per_strip(q.device, priorities.numel())):
         best = priorities.masked_fill(~allowed[:, None, None, :], -1).topk(k, -1)
         parts.append(best.indices.masked_fill(best.values < 0, -1))
     return torch.cat(parts)
@@ -209,8 +197,7 @@ def hash_directions(
 ) -> Tensor:
     """Draw a model's hash functions, on the CPU in float64 whatever the device."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return drawn.to(device, dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
 
 def _lengthened(q: Tensor, keys: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -326,11 +313,11 @@ ATTENTIONS = {
     "full": AttentionKind("every query attends to every key", "all", None, ()),
     "banded": AttentionKind(
         "k neighbouring keys around the query, shifted inward at the ends (input-agnostic)",
-        "fixed", banded, ("k", "global_tokens", "cls_as_key"),
+        "fixed", partial(local, band), ("k", "global_tokens", "cls_as_key"),
     ),
     "block": AttentionKind(
         "the k keys of the query's own block (input-agnostic)",
-        "fixed", block, ("k", "global_tokens", "cls_as_key"),
+        "fixed", partial(local, block), ("k", "global_tokens", "cls_as_key"),
     ),
     "topk": AttentionKind(
         "the k keys with the largest scores (input-dependent: the heavy hitters)",
@@ -338,7 +325,7 @@ ATTENTIONS = {
     ),
     "bottomk": AttentionKind(
         "the k keys with the smallest scores (input-dependent: a control)",
-        "smallest", bottom_k, ("k", "cls_as_key"),
+        "smallest", partial(top_k, sign=-1), ("k", "cls_as_key"),
     ),
     "random": AttentionKind(
         "k keys drawn once for each block, head and query (input-agnostic: a control)",
@@ -414,11 +401,14 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
     """Return attention over the selected keys by masked matrices, for short inputs on a CPU."""
-    length = k.shape[2]
-    out = torch.ones(selected.shape[0] * q.shape[1], selected.shape[2], length + 1, dtype=torch.bool)
-    places = selected.masked_fill(selected < 0, length).reshape(*out.shape[:2], -1)
-    mixed: Tensor = _Strips.apply(q, k, v, out.scatter_(2, places, False)[..., :length], scale, True, p)
+    mixed: Tensor = _Strips.apply(q, k, v, _left_out(selected, k.shape[2]).flatten(0, 1), scale, True, p)
     return mixed
+
+
+def _left_out(selected: Tensor, length: int) -> Tensor:
+    """Return whether a key is left out: (B, H, L, K) -> (B, H, L, length)."""
+    out = torch.ones(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
+    return out.scatter_(3, selected.masked_fill(selected < 0, length), False)[..., :length]
 
 
 class _Strips(torch.autograd.Function):
@@ -561,15 +551,12 @@ def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
 def _key_sums(index: Tensor, length: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function of weights and rows Σ over index[i, j] = m of weights[i, j] rows[i] for all m."""
     n, k = index.shape
-    if (
-        index.device.type != "cpu" and n * length <= _DENSE
-    ):  # sorting takes longer than products of sparse matrices
-        keys = index % length
 
-        def by_products(weights: Tensor, rows: Tensor) -> Tensor:
-            matrix = weights.new_zeros(n, length).scatter_add_(1, keys, weights)  # at most one is not 0: no race
-            return (matrix.view(-1, length, length).mT @ rows.view(-1, length, rows.shape[1])).view(n, -1)
+    def by_products(weights: Tensor, rows: Tensor) -> Tensor:
+        matrix = weights.new_zeros(n, length).scatter_add_(1, index % length, weights)  # one is not 0: no race
+        return (matrix.view(-1, length, length).mT @ rows.view(-1, length, rows.shape[1])).view(n, -1)
 
+    if index.device.type != "cpu" and n * length <= _DENSE:  # sorting takes longer
         return by_products
     order, counts = index.view(-1).argsort(stable=True), torch.bincount(index.view(-1), minlength=n)
     starts, of_row = counts.cumsum(0) - counts, order // k
@@ -582,15 +569,12 @@ def straight_through_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor, p: float
 ) -> Tensor:
     """Mix values with the weights of the selected keys, but differentiate scores with the weights of all keys."""
-    length, least = k.shape[2], torch.finfo(q.dtype).min
-    scores = scale * (q @ k.mT)
+    least, scores = torch.finfo(q.dtype).min, scale * (q @ k.mT)
     if valid is not None:
         scores = scores.masked_fill(~valid[:, None, None, :], least)
     of_all = scores.softmax(-1)
     with torch.no_grad():
-        places = selected.masked_fill(selected < 0, length)
-        kept = scores.new_zeros(*scores.shape[:-1], length + 1, dtype=torch.bool).scatter_(-1, places, True)
-        left_out = ~kept[..., :length]
-        of_selected = scores.masked_fill(left_out, least).softmax(-1).masked_fill_(left_out, 0)
+        out = _left_out(selected, k.shape[2])
+        of_selected = scores.masked_fill(out, least).softmax(-1).masked_fill_(out, 0)
     weights = of_selected + (of_all - of_all.detach())  # the difference is 0, exactly
     return dropout(weights, p, training=p > 0) @ v

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -16,46 +16,15 @@ from torch import Tensor
 from semdiag_models.archive import CodeError, DamagedError, check_archive, code_in
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import InputError, open_file, require_memory, write_bytes
-
-_DEEPEST = 50  # largest number of levels of nested containers
-_SHARED = 10**6  # largest number of values in shared containers, counted at each occurrence
-
-
-class OddTensorError(Exception):
-    """Raised for a kind of tensor that is not read, which the message names."""
+from semdiag_models.reading import InputError, layers, open_file, require_memory, write_bytes
 
 
 def check_plain(content: Any) -> None:
     """Refuse tensors that are not plain dense memory, and containers that cannot be traversed."""
-    known: dict[int, tuple[int, int] | None] = {}  # size and height by container; None during its traversal
-    seen = 0  # number of values, each counted once
-
-    def follow(content: Any, depth: int) -> tuple[int, int]:
-        """Return the number of values, counting shared ones at each occurrence, and the nesting depth."""
-        nonlocal seen
-        if isinstance(content, Tensor):
-            _check_tensor(content)
-        if not isinstance(content, Mapping | list | tuple):
-            seen += 1
-            return 1, 0
-        if id(content) not in known:
-            known[id(content)] = None
-            if not depth:
-                raise DamagedError("containers that are nested too deeply")
-            values = content.values() if isinstance(content, Mapping) else content
-            inner = [(0, 0), *(follow(value, depth - 1) for value in values)]
-            size, height = 1 + sum(size for size, _ in inner), 1 + max(height for _, height in inner)
-            if height > _DEEPEST:
-                raise DamagedError("containers that are nested too deeply")
-            if size > _SHARED + 10 * (seen + len(known)):
-                raise DamagedError("containers that contain each other too often")
-            known[id(content)] = size, height
-        if (found := known[id(content)]) is None:
-            raise DamagedError("a container that contains itself")
-        return found
-
-    follow(content, _DEEPEST)
+    for layer in layers(content):
+        for tensor in layer:
+            if isinstance(tensor, Tensor):
+                _check_tensor(tensor)
 
 
 def _check_tensor(tensor: Tensor) -> None:
@@ -64,7 +33,8 @@ def _check_tensor(tensor: Tensor) -> None:
         "quantised": tensor.is_quantized,
     }  # fmt: skip
     if any(odd.values()):
-        raise OddTensorError(next(kind for kind, found in odd.items() if found))
+        kind = next(kind for kind, found in odd.items() if found)
+        raise InputError(f"holds a {kind} tensor; only plain ones are read: tensor.to_dense().")
 
 
 FORMAT = "semdiag/1"
@@ -120,7 +90,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint written by :func:`write_checkpoint`, trusting nothing in it."""
-    content, *_ = _read(path)
+    content = read_plain(path)
     if not is_checkpoint(content):
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
@@ -136,59 +106,44 @@ def read_plain(path: Path) -> Any:
 
 def read_hashed(path: Path, hashed: bool = True) -> tuple[Any, str]:
     """Read a file as :func:`read_plain` does, and hash it while it is open."""
-    content, wrong, digest = _read(path, hashed)
-    if wrong is not None:  # torch can write files without checksums
-        warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=3)
-    return content, digest
-
-
-def is_checkpoint(content: Any) -> bool:
-    """Return whether content read from a file claims to be a checkpoint of this package."""
-    return isinstance(content, dict) and content.get("format") == FORMAT
-
-
-def _read(path: Path, hashed: bool = False) -> tuple[Any, str | None, str]:
-    """Return a file's content, its first member with a wrong checksum, and its hash."""
-    content, wrong, digest = _loaded(path, hashed)
-    if wrong is not None and is_checkpoint(content):
-        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
-    return content, wrong, digest
-
-
-def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
     with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest() if hashed else ""
         file.seek(0)
         try:
             wrong = check_archive(file)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about pickle protocols: the file is read or refused
-                content = torch.load(file, map_location="cpu", weights_only=True)
-            check_plain(content)
-            return content, wrong, digest
-        except CodeError as error:
-            raise InputError(_REFUSED.format(path=path, code=error)) from None
-        except OddTensorError as error:
+            content = _loaded(file)
+        except (DamagedError, InputError) as error:
+            raise InputError(f"{path} {error}") from None
+    if wrong is not None:  # torch can write files without checksums
+        if is_checkpoint(content):
             raise InputError(
-                f"{path} holds a {error} tensor; only plain ones are read: tensor.to_dense()."
-            ) from None
-        except DamagedError as error:
-            raise InputError(f"{path} is not a checkpoint, or it is truncated ({error}).") from None
-        except pickle.UnpicklingError as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
-            code = found[1].rstrip(".")[:120] if found else code_in(file)
-            if code:
-                raise InputError(_REFUSED.format(path=path, code=code)) from None
-            raise InputError(f"{path} is not a checkpoint: no readable tensors in it.") from None
-        except Exception as error:  # on damaged files torch raises anything
-            reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
-            raise InputError(f"{path} is not a checkpoint, or it is truncated ({reason}).") from None
+                f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy."
+            )
+        warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=3)
+    return content, digest
 
 
-_REFUSED = (
-    "{path} refused: it holds the code object {code}, and checkpoints are read as data only. Save a state dict of "
-    "tensors instead; for a model of your own name a function that builds it: package.module:function."
-)
+def _loaded(file: BinaryIO) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols: the file is read or refused
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        check_plain(content)
+        return content
+    except InputError:
+        raise
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if code := found[1].rstrip(".") if found else code_in(file):
+            raise CodeError(code) from None
+        raise InputError("is not a checkpoint: no readable tensors in it.") from None
+    except Exception as error:  # on damaged files torch raises anything
+        raise DamagedError(str(error).split("\n", 1)[0][:120] or type(error).__name__) from None
+
+
+def is_checkpoint(content: Any) -> bool:
+    """Return whether content read from a file claims to be a checkpoint of this package."""
+    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def sha256(path: Path) -> str:
@@ -215,16 +170,19 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
         kind = "lacks" if odd[0] in expected else "has the unexpected"
         raise InputError(f"{path} {kind} parameter {odd[0]!r}: it does not fit its configuration.")
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor) or tensor.shape != expected[name].shape:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InputError(
-                f"{path}: parameter {name!r} has shape {shape}; its configuration says "
-                f"{tuple(expected[name].shape)}."
-            )
+        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        wanted, why = tuple(expected[name].shape), ""
+        if shape != wanted:
+            why = f" has shape {shape}; its configuration says {wanted}"
         # A tensor of the right shape may lack memory: on the meta device, or expanded from one number.
-        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.is_floating_point()
-        if not plain or not tensor.is_contiguous():
-            raise InputError(f"{path}: parameter {name!r} is not a plain tensor of floating-point numbers.")
+        elif (
+            tensor.layout != torch.strided
+            or tensor.device.type != "cpu"
+            or not (tensor.is_floating_point() and tensor.is_contiguous())
+        ):
+            why = " is not a plain tensor of floating-point numbers"
+        if why:
+            raise InputError(f"{path}: parameter {name!r}{why}.")
 
 
 def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
@@ -244,25 +202,26 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
 
 def _check_entries(path: Path, content: dict[str, Any]) -> None:
     """Refuse a file whose entries are missing, of another kind or out of range."""
+
+    def check(right: bool, what: str) -> None:
+        if not right:
+            raise InputError(f"{path} is damaged: its {what}.")
+
     names = ("config", "model_state", "history", "rng", "provenance", "optimizer_state")
     for key, kind in (dict.fromkeys(names, dict) | {"epoch": int}).items():
-        if not isinstance(content.get(key), kind):
-            raise InputError(f"{path} is damaged: its entry {key!r} is missing or not a {kind.__name__}.")
+        check(isinstance(content.get(key), kind), f"entry {key!r} is missing or not a {kind.__name__}")
     for key in ("model", "training"):
-        if not isinstance(content["config"].get(key), dict):
-            raise InputError(f"{path} is damaged: its config entry {key!r} is missing or not a dict.")
-    if content["epoch"] < 0:
-        raise InputError(f"{path} is damaged: its epoch is negative.")
+        check(isinstance(content["config"].get(key), dict), f"config entry {key!r} is missing or not a dict")
+    check(content["epoch"] >= 0, "epoch is negative")
     for column, values in content["history"].items():
-        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
-            raise InputError(f"{path} is damaged: its history {column!r} is not a list of numbers.")
-        if len(values) != content["epoch"]:
-            raise InputError(f"{path} is damaged: its history {column!r} does not end at its epoch.")
-        if column.endswith("accuracy") and not all(0 <= v <= 1 for v in values):  # refuses NaN, too
-            raise InputError(f"{path} is damaged: its history {column!r} has a value that is not between 0 and 1.")
+        numbers = isinstance(values, list) and all(isinstance(v, int | float) for v in values)
+        check(numbers, f"history {column!r} is not a list of numbers")
+        check(len(values) == content["epoch"], f"history {column!r} does not end at its epoch")
+        share = not column.endswith("accuracy") or all(0 <= v <= 1 for v in values)  # no NaN, either
+        check(share, f"history {column!r} has a value that is not between 0 and 1")
     for name, values in content["optimizer_state"].items():
-        if not isinstance(values, dict) or not all(isinstance(t, Tensor) for t in values.values()):
-            raise InputError(f"{path} is damaged: its optimiser state of {name!r} is not tensors by name.")
+        tensors = isinstance(values, dict) and all(isinstance(t, Tensor) for t in values.values())
+        check(tensors, f"optimiser state of {name!r} is not tensors by name")
 
 
 def _check_size(path: Path, model: ModelConfig, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any, Self
 
-from semdiag_models.reading import InputError, unknown_name
+from semdiag_models.reading import InputError, refuse, unknown_name
 
 # Largest size of any part of a model: a checkpoint's numbers are used before the model is built.
 LARGEST_SIZE = 100_000
@@ -51,44 +51,19 @@ class Record:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build the record from plain values."""
-        declared = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # subclasses are dataclasses
+        declared = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
         for key, value in values.items():
             if key not in declared:
                 raise unknown_name(f"{cls.__name__} field", str(key), declared)
-            cls.check_type(key, value)
+            check_type(declared[key], value)
         try:
             return cls(**values)
         except TypeError as error:
             raise InputError(f"{cls.__name__} is incomplete: {error}.") from None
 
-    @classmethod
-    def check_type(cls, key: str, value: object) -> None:
-        """Refuse a plain value that does not fit a field."""
-        declared = next(f.type for f in fields(cls) if f.name == key)  # type: ignore[arg-type]  # as above
-        wanted = declared.__name__ if isinstance(declared, type) else str(declared)
-        wanted = re.sub(r"semdiag_models\.\w+\.", "", wanted)  # the name of a record without its module
-        if not _fits(value, wanted):
-            shown = " ".join(reprlib.repr(value).split())
-            raise InputError(f"{cls.__name__}.{key} must be {wanted}. Got {shown}.")
-
-    @staticmethod
-    def check_value(f: Field[Any], value: Any) -> None:
-        """Refuse a name that is unknown and a number outside its interval, from the field's metadata."""
-        within, known = f.metadata.get("within"), f.metadata.get("known", ())
-        for name in (value if isinstance(value, tuple | list) else (value,)) if known else ():
-            if name not in known:
-                raise unknown_name(f.name, name, known)
-        if within and value is not None:
-            low, high = map(float, within[1:-1].split(","))  # like ``[0, 1)``
-            inside = (
-                low < value < high or (value == low and within[0] == "[") or (value == high and within[-1] == "]")
-            )
-            if not inside:
-                raise InputError(f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}.")
-
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]  # as above
-            self.check_value(f, getattr(self, f.name))
+            check_value(f, getattr(self, f.name))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, tuples as lists."""
@@ -96,17 +71,34 @@ class Record:
         return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
 
-def _fits(value: object, annotation: str) -> bool:
-    """Return whether a plain value fits a field with this annotation."""
-    if "tuple" in annotation:
-        kind = str if "str" in annotation else int
-        return isinstance(value, list | tuple) and all(type(item) is kind for item in value)
-    if isinstance(value, bool):
-        return "bool" in annotation
-    if isinstance(value, Record):
-        return type(value).__name__ in annotation
-    names = {"int": int, "float": (int, float), "str": str, "None": type(None)}
-    return any(name in annotation and isinstance(value, kind) for name, kind in names.items())  # type: ignore[arg-type]
+def check_type(f: Field[Any], value: object) -> None:
+    """Refuse a plain value that does not fit a field."""
+    wanted = f.type.__name__ if isinstance(f.type, type) else str(f.type)
+    wanted = re.sub(r"semdiag_models\.\w+\.", "", wanted)  # the name of a record without its module
+    plain = {"int": int, "float": (int, float), "str": str, "None": type(None)}
+    if "tuple" in wanted:
+        kind = str if "str" in wanted else int
+        fits = isinstance(value, list | tuple) and all(type(item) is kind for item in value)
+    elif isinstance(value, bool | Record):
+        fits = type(value).__name__ in wanted
+    else:
+        fits = any(name in wanted and isinstance(value, kind) for name, kind in plain.items())  # type: ignore[arg-type]
+    if not fits:
+        raise InputError(f"{f.name} must be {wanted}. Got {' '.join(reprlib.repr(value).split())}.")
+
+
+def check_value(f: Field[Any], value: Any) -> None:
+    """Refuse a name that is unknown and a number outside its interval, from the field's metadata."""
+    within, known = f.metadata.get("within"), f.metadata.get("known", ())
+    for name in (value if isinstance(value, tuple | list) else (value,)) if known else ():
+        if name not in known:
+            raise unknown_name(f.name, name, known)
+    if within and value is not None:
+        low, high = map(float, within[1:-1].split(","))  # like ``[0, 1)``
+        if not (
+            low < value < high or (value == low and within[0] == "[") or (value == high and within[-1] == "]")
+        ):
+            raise InputError(f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}.")
 
 
 @dataclass(frozen=True)
@@ -194,25 +186,21 @@ class ModelConfig(Record):
         if self.attention not in ATTENTIONS:
             raise unknown_name("attention", self.attention, ATTENTIONS)
         super().__post_init__()
-        if self.width % 2:
-            raise InputError(f"width must be even (sine and cosine positions). Got width={self.width}.")
-        if 0 < self.dropout < 1e-9:  # gaps between drops must fit 64 bits
-            raise InputError(f"dropout must be 0 or at least 1e-9. Got dropout={self.dropout}.")
+        refuse(self.width % 2 > 0, f"width must be even (sine and cosine positions). Got width={self.width}.")
+        # gaps between drops must fit 64 bits
+        refuse(0 < self.dropout < 1e-9, f"dropout must be 0 or at least 1e-9. Got dropout={self.dropout}.")
         for f in fields(self):  # options of kinds of attention
             kinds = [name for name, kind in ATTENTIONS.items() if f.name in kind.options]
-            if kinds and self.attention not in kinds and getattr(self, f.name) != f.default:
+            if kinds and self.attention not in kinds and (value := getattr(self, f.name)) != f.default:
                 takers = " and ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
-                does, value = "do" if kinds[1:] else "does", getattr(self, f.name)
-                raise InputError(
-                    f"{self.attention} attention takes no {f.name}; {takers} {does}. Got {f.name}={value}."
-                )
-        if "k" in ATTENTIONS[self.attention].options:
-            if self.k is None:
-                raise InputError(f"{self.attention} attention needs k, the number of keys kept per query.")
-            if self.k > self.length:
-                raise InputError(f"k must be at most the sequence length. Got k={self.k}, length={self.length}.")
-        if not self.cls_as_key and (self.pooling != "cls" or self.global_tokens):
-            raise InputError("cls_as_key=False goes with CLS pooling and without global tokens.")
+                why = f"takes no {f.name}; {takers} {'do' if kinds[1:] else 'does'}. Got {f.name}={value}."
+                raise InputError(f"{self.attention} attention {why}")
+        k, needed = self.k, "k" in ATTENTIONS[self.attention].options
+        refuse(needed and k is None, f"{self.attention} attention needs k, the number of keys kept per query.")
+        too_large = k is not None and k > self.length
+        refuse(too_large, f"k must be at most the sequence length. Got k={k}, length={self.length}.")
+        apart = not self.cls_as_key and (self.pooling != "cls" or self.global_tokens > 0)
+        refuse(apart, "cls_as_key=False goes with CLS pooling and without global tokens.")
         for name, number in self._usual_numbers().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, number)
@@ -294,19 +282,16 @@ class ListOpsTrees(Record):
 
     shortest: int = 501  # smallest number of tokens of a sample
     longest: int = 599
-    max_depth: int = 10  # largest depth, counted from 1 at the root
+    max_depth: int = limited(_COUNT, default=10)  # largest depth, counted from 1 at the root
     min_arity: int = 2  # smallest number of arguments of an operator
     max_arity: int = 10
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest:
-            raise InputError(f"listops needs 1 ≤ shortest ≤ longest. Got {self.shortest} and {self.longest}.")
-        if not 1 <= self.min_arity <= self.max_arity:
-            raise InputError(
-                f"listops needs 1 ≤ min_arity ≤ max_arity. Got {self.min_arity} and {self.max_arity}."
-            )
-        if self.max_depth < 1:
-            raise InputError(f"listops needs max_depth of at least 1. Got max_depth={self.max_depth}.")
+        super().__post_init__()
+        for low, high in ("shortest", "longest"), ("min_arity", "max_arity"):
+            least, most = getattr(self, low), getattr(self, high)
+            if not 1 <= least <= most:
+                raise InputError(f"listops needs 1 ≤ {low} ≤ {high}. Got {least} and {most}.")
 
     @property
     def label(self) -> str:
@@ -396,30 +381,26 @@ class TrainingConfig(Record):
         return self.task if variant is None else f"{self.task}-{variant.label}"
 
     def __post_init__(self) -> None:
-        if (self.task == "text") != (self.text is not None):
-            raise InputError(
-                f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}."
-            )
-        if self.listops is not None and self.task != "listops":
-            raise InputError(f"Only the task listops has trees. Got task={self.task!r}, {self.listops}.")
-        if self.fresh_samples and self.text is not None:
-            raise InputError("A text has no fresh samples: leave out --fresh-samples.")
         for name in ("snapshots", "frozen"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         super().__post_init__()
-        if self.least_length is not None:
-            if self.task in ("text", "listops"):
-                raise InputError(f"The task {self.task} draws no lengths: give it one length.")
-            if not 1 <= self.least_length < self.length:
-                raise InputError(f"A range of lengths rises, like 5:20. Got {self.least_length}:{self.length}.")
-        if len(set(self.frozen)) < len(self.frozen):
-            raise InputError(f"frozen names every part once. Got {', '.join(self.frozen)}.")
+        task, text, least = self.task, self.text, self.least_length
+        odd = (task == "text") != (text is not None)
+        refuse(odd, f"The task text and nothing else has a text. Got task={task!r}, text={text}.")
+        odd = self.listops is not None and task != "listops"
+        refuse(odd, f"Only the task listops has trees. Got task={task!r}, {self.listops}.")
+        refuse(self.fresh_samples and text is not None, "A text has no fresh samples: leave out --fresh-samples.")
+        if least is not None:
+            refuse(task in ("text", "listops"), f"The task {task} draws no lengths: give it one length.")
+            falls = not 1 <= least < self.length
+            refuse(falls, f"A range of lengths rises, like 5:20. Got {least}:{self.length}.")
+        twice = len(set(self.frozen)) < len(self.frozen)
+        refuse(twice, f"frozen names every part once. Got {', '.join(self.frozen)}.")
         data = (self.train_samples + self.holdout_samples) * self.length
-        if data > _LARGEST_DATA:
-            raise InputError(f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
-        wrong = [e for e in self.snapshots if not 0 <= e <= self.epochs]
-        if wrong:
-            raise InputError(f"Snapshots must lie in 0 … {self.epochs} (epochs). Got {wrong[0]}.")
+        refuse(data > _LARGEST_DATA, f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
+        for epoch in self.snapshots:
+            late = not 0 <= epoch <= self.epochs
+            refuse(late, f"Snapshots must lie in 0 … {self.epochs} (epochs). Got {epoch}.")
 
 
 def options() -> list[Field[Any]]:

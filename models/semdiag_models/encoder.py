@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self
 
 import torch
@@ -112,15 +113,11 @@ class Attention(nn.Module):
         return attended
 
     def mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
-        """Attend, and put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
+        """Select keys, mix values, put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
         size = *qkv.shape[:2], self.heads, self.head_width
-        q, k, v = (t.view(size).transpose(1, 2) for t in qkv.chunk(3, -1))
-        return self.attend(q, k, v, valid).transpose(1, 2).flatten(2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
-        """Select keys and mix values: each (B, H, L, D), (B, L) or None -> (B, H, L, D)."""
+        q, k, v = (t.view(size).transpose(1, 2) for t in qkv.chunk(3, -1))  # each (B, H, L, D)
         mixed: Tensor = self.core(q, k, v, self.scale, valid, self.select(q, k, valid))
-        return mixed
+        return mixed.transpose(1, 2).flatten(2)
 
     def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
         """Return the positions of the keys that each query attends to (B, H, L, K), by the table of kinds."""
@@ -129,7 +126,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x)))."""
+    """Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x))); post-norm: norm(x + …), twice."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -142,19 +139,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Transform the residual stream: (B, L, d) -> (B, L, d)."""
+        norm, drop = partial(F.layer_norm, normalized_shape=(self.width,)), self._drop
         if self.pre_norm:
-            x = x + dropout(self.attention(self._first_norm(x), valid), self.p, self.training)
-            return self._with_mlp(x, F.layer_norm(x, (self.width,)))
-        x = self._first_norm(x + dropout(self.attention(x, valid), self.p, self.training))
-        return F.layer_norm(self._with_mlp(x, x), (self.width,))
+            x = x + drop(self.attention(norm(x, eps=self.attention_norm_eps), valid))
+            return x + drop(self.mlp(norm(x)))
+        x = norm(x + drop(self.attention(x, valid)), eps=self.attention_norm_eps)
+        return norm(x + drop(self.mlp(x)))
 
-    def _first_norm(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (self.width,), eps=self.attention_norm_eps)
+    def _drop(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p, self.training)
 
-    def _with_mlp(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x + drop(mlp(y))."""
-        hidden = dropout(self.expand(y), self.p, self.training)
-        return x + dropout(self.contract(self.activation(hidden)), self.p, self.training)
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return W₂ · activation(drop(W₁ x))."""
+        mixed: Tensor = self.contract(self.activation(self._drop(self.expand(x))))
+        return mixed
 
 
 class Encoder(nn.Module):
@@ -214,8 +212,7 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
         """Classify."""
-        valid = self.valid(tokens, padded)
-        x = self.embed(tokens)
+        x, valid = self.embed(tokens), self.valid(tokens, padded)
         for block in self.blocks:
             x = block(x, valid)
         return self.classify(x, valid)
@@ -240,15 +237,11 @@ class Encoder(nn.Module):
             first = torch.arange(0, table.shape[:2].numel(), table.shape[1], device=ids.device)
             ids = (ids.view(len(table), -1) + first[:, None]).view_as(ids)
             table = table.flatten(0, 1)
-        x = F.embedding(ids, table) * math.sqrt(self.config.width) + self.positions_of(tokens.shape[1])
-        return dropout(x, self.config.dropout, self.training)
-
-    def positions_of(self, length: int) -> Tensor:
-        """Return positions of an input of ``length`` tokens and of the extra ones: (L + extra tokens, d)."""
-        missing, cls = self.config.length - length, self.config.cls_tokens
-        if missing and self.config.global_tokens:
-            return torch.cat([self.positions[: cls + length], self.positions[cls + length + missing :]])
-        return self.positions[: length + self.config.extra_tokens]
+        length, positions, c = tokens.shape[1], self.positions, self.config
+        if c.global_tokens and length < c.length:  # global tokens keep the last positions
+            positions = torch.cat([positions[: c.cls_tokens + length], positions[c.cls_tokens + c.length :]])
+        x = F.embedding(ids, table) * math.sqrt(c.width) + positions[: length + c.extra_tokens]
+        return dropout(x, c.dropout, self.training)
 
     def valid(self, tokens: Tensor, padded: bool | None = None) -> Tensor | None:
         """Return which tokens of :meth:`sequence` count."""

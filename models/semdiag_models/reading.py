@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 from io import BufferedReader
@@ -59,7 +59,11 @@ def visible_json(text: str) -> str:
 def csv_cell(text: str) -> str:
     """Return a text for a cell of a CSV file: never a formula, without control characters."""
     text = visible(text)
-    return f"'{text}" if _COMPUTED.match(text) and not _is_number(text) else text
+    with suppress(ValueError):
+        float(text)
+        if text == text.strip():
+            return text
+    return f"'{text}" if _COMPUTED.match(text) else text
 
 
 def from_csv_cell(cell: str) -> str:
@@ -67,19 +71,17 @@ def from_csv_cell(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and _COMPUTED.match(cell[1:]) else cell
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return text == text.strip()
-
-
 class InputError(ValueError):
     """Raised if a user's request cannot be done; the message gives what, why, and what would work.
 
     The command line prints the message as one line and exits with code 2.
     """
+
+
+def refuse(wrong: bool, why: str) -> None:
+    """Refuse a request for a reason, if it is wrong."""
+    if wrong:
+        raise InputError(why)
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
@@ -97,28 +99,29 @@ LARGEST_TOML = MEBIBYTE
 MEMORY_SHARE = 0.25  # largest share of the machine's memory: no honest file needs more
 _PACKED = 100  # largest credible compression ratio: real token ids, pixels and numbers deflate less
 _LARGEST_PACKED = 2**28  # bytes up to which the ratio does not matter
-_DEEPEST = 50  # largest number of levels of nested tables
+_DEEPEST = 50  # largest number of levels of nested containers
+_SHARED = 10**6  # largest number of values in shared containers, counted at each occurrence
 _LARGEST_NUMBER = 10**300  # largest number that fits a floating-point number
 
 
 def open_file(path: Path, largest: int | None = None) -> BufferedReader:
     """Open a regular file for reading; nothing else, because a pipe would block and a device never end."""
-    try:
-        # Non-blocking: opening a pipe would wait for a writer.
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(path, flags)
+    try:  # non-blocking: opening a pipe would wait for a writer
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist.") from None
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder, not a file.") from None
-    except PermissionError:
-        raise InputError(f"{path} cannot be read: permission denied.") from None
-    except (OSError, ValueError) as error:  # a name that is too long, or contains a zero byte
-        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    except (OSError, ValueError) as error:  # also a name that is too long, or contains a zero byte
+        why = str(getattr(error, "strerror", None) or error)
+        raise InputError(f"{path} cannot be read: {why[0].lower()}{why[1:]}.") from None
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or _made_up(descriptor, found.st_size):
+    folder, odd = stat.S_ISDIR(found.st_mode), not stat.S_ISREG(found.st_mode)
+    if not odd and not found.st_size:
+        try:  # the system may make the content up while one reads, perhaps without end, as in /proc
+            odd = bool(os.read(descriptor, 1))
+        except OSError:  # nothing to read yet
+            odd = True
+    if odd:
         os.close(descriptor)
-        folder = stat.S_ISDIR(found.st_mode)
         kind = "a folder, not a file" if folder else "no regular file, but a pipe, a device or a socket"
         raise InputError(f"{path} is {kind}.")
     file = os.fdopen(descriptor, "rb")
@@ -127,16 +130,6 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
         file.close()
         raise InputError(f"{path} has {size:,} bytes; files of its kind may have up to {allowed:,}.")
     return file
-
-
-def _made_up(descriptor: int, size: int) -> bool:
-    """Return whether the system generates the content while one reads, perhaps without end, as in /proc."""
-    if size:
-        return False
-    try:
-        return bool(os.read(descriptor, 1))
-    except OSError:  # nothing to read yet
-        return True
 
 
 def check_packed(path: Path, size: int, packed: int) -> None:
@@ -157,44 +150,45 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 def read_json(path: Path) -> Any:
     """Read a JSON file."""
+    return _parsed(path, LARGEST_JSON, json.loads, " as JSON")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file."""
+    table: dict[str, Any] = _parsed(path, LARGEST_TOML, lambda text: tomllib.loads(text.decode("utf-8")))
+    return table
+
+
+def _parsed(path: Path, largest: int, parse: Callable[[bytes], Any], kind: str = "") -> Any:
+    """Parse a file; refuse numbers that are too large, and too much nesting."""
+    content = read_bytes(path, largest)
     try:
-        return _checked(json.loads(read_bytes(path, LARGEST_JSON)))
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({_why(error).splitlines()[0]}).") from None
-
-
-def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """Return a TOML file's content and text."""
-    try:
-        text = read_bytes(path, LARGEST_TOML).decode("utf-8")
-        return _checked(tomllib.loads(text)), text
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:  # also for too many digits
-        raise InputError(f"{path} cannot be read: {_why(error)}.") from None
-
-
-def _why(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def _checked(content: Any) -> Any:
-    """Refuse numbers that are too large, and nesting that printing or copying could not survive."""
-    layer = [content]
-    for _ in range(_DEEPEST):
-        if any(isinstance(entry, int) and abs(entry) > _LARGEST_NUMBER for entry in layer):
+        found = parse(content)
+        if any(isinstance(v, int) and abs(v) > _LARGEST_NUMBER for layer in layers(found) for v in layer):
             raise ValueError("a number is too large")
-        inner = [
-            entry.values() if isinstance(entry, dict) else entry
-            for entry in layer
-            if isinstance(entry, dict | list)
-        ]
-        layer = [entry for entries in inner for entry in entries]
-        if not layer:
-            return content
-    raise RecursionError
+        return found
+    except (ValueError, RecursionError) as error:  # also for too many digits
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise InputError(f"{path} cannot be read{kind} ({why}).") from None
+
+
+def layers(content: Any) -> Iterator[list[Any]]:
+    """Yield the values in nested containers, level by level; refuse what printing or copying could not survive."""
+    layer, seen, distinct, total = [content], set[int](), 0, 0
+    for _ in range(_DEEPEST):
+        yield layer
+        inner: list[Any] = []
+        for entry in layer:
+            if isinstance(entry, dict | list | tuple):
+                inner += entry.values() if isinstance(entry, dict) else entry
+                total, distinct = total + len(entry), distinct + len(entry) * (id(entry) not in seen)
+                seen.add(id(entry))
+                if total > _SHARED + 10 * distinct:
+                    raise ValueError("containers that contain each other too often")
+        if not inner:
+            return
+        layer = inner
+    raise ValueError("containers that are nested too deeply")
 
 
 def memory_share() -> int:

@@ -24,14 +24,12 @@ from semdiag_models.training import (
     Progress,
     RandomState,
     Trainer,
-    optimizer_state,
     processor,
     random_state,
-    restore_optimizer_state,
     restore_random_state,
     stackable,
     train_together,
-)  # fmt: skip
+)
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
@@ -53,17 +51,18 @@ def open_run(
     with ExitStack() as undo:
         lock = _lock(folder, undo) if folder.is_dir() else None
         if last.exists() and not (resume or overwrite):
-            raise InputError(
-                f"{folder} already holds a run. Add --resume to continue it, --overwrite to start anew, or name "
-                "another folder with --out."
-            )
+            ways = "Add --resume to continue it, --overwrite to start anew, or name another folder with --out."
+            raise InputError(f"{folder} already holds a run. {ways}")
         saved = _saved(last, model, training) if resume else None
         begun_so = saved is not None and saved.training.compiled  # such a run may continue
         if training.compiled and device.type == "cpu" and not begun_so:
             raise InputError("A compiled step is slower on a CPU. Leave out --compile.")
         trainer = Trainer(model, training, device)
         if saved is not None:
-            _restore(trainer, saved, last)
+            try:
+                trainer.restore(saved)
+            except InputError as error:
+                raise InputError(f"{last} cannot be resumed: {error}") from None
         if lock is None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -81,19 +80,6 @@ def _lock(folder: Path, undo: ExitStack) -> RunLock:
     lock = RunLock(folder)
     undo.callback(lock.release)
     return lock
-
-
-def _restore(trainer: Trainer, saved: Checkpoint, last: Path) -> None:
-    trainer.encoder.load_state_dict(saved.state)
-    trainer.epoch, trainer.history = saved.epoch, saved.history
-    try:
-        restore_optimizer_state(trainer, saved.optimizer_state)
-    except InputError as error:
-        raise InputError(f"{last} cannot be resumed. {error}") from None
-    try:
-        restore_random_state(saved.rng)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"{last} cannot be resumed: its random state is damaged ({error}).") from None
 
 
 def train_run(
@@ -121,19 +107,19 @@ def start_run(
     }  # fmt: skip
 
     def save(*names: str) -> None:
-        for name in names:
-            checkpoint = Checkpoint(
-                trainer.config, trainer.training, trainer.encoder.state_dict(), trainer.epoch, trainer.history,
-                provenance=provenance,
-            )  # fmt: skip
-            if name == "last":  # which a run resumes from
-                checkpoint.rng, checkpoint.optimizer_state = random_state(trainer.device), optimizer_state(trainer)
-            write_checkpoint(folder / f"{name}.pt", checkpoint)
+        for name in names:  # a run resumes from the last one
+            write_checkpoint(folder / f"{name}.pt", trainer.checkpoint(provenance, resumable=name == "last"))
+
+    def write_history() -> None:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows([list(trainer.history), *zip(*trainer.history.values(), strict=True)])
+        write_text(folder / "history.csv", text.getvalue())
 
     def finish_epoch(progress: Progress) -> None:
         named = [f"epoch-{trainer.epoch}"] if trainer.epoch in trainer.training.snapshots else []
         save(*named, *(["best"] if progress.best else []), "last")
-        _write_history(folder / "history.csv", trainer.history)
+        write_history()
         after_epoch(progress)
 
     for half_written in [*folder.glob(".*.pt.*"), *folder.glob(".history.csv.tmp")]:
@@ -143,9 +129,8 @@ def start_run(
         later = (path for path in folder.glob("epoch-*.pt") if path.name != "epoch-0.pt")
         for old in [*later, folder / "best.pt", folder / "history.csv"]:
             old.unlink(missing_ok=True)  # from the overwritten run
-    else:
-        # the process may have died before it wrote the history
-        _write_history(folder / "history.csv", trainer.history)
+    else:  # the process may have died before it wrote the history
+        write_history()
     return finish_epoch
 
 
@@ -154,17 +139,14 @@ def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoi
         raise InputError(f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
     saved = read_checkpoint(last)
     free = {name: getattr(training, name) for name in ("epochs", "until", "snapshots", "compiled", "exact")}
-    was = replace(saved.training, **free)
-    if (saved.model, was) != (model, training):
-        pairs = zip(_values(saved.model, was), _values(model, training), strict=False)
-        name, before, now = next((name, old, new) for (name, old), (_, new) in pairs if old != new)
-        raise InputError(
-            f"{last} was trained with {name}={before}, not {now}. Use the run's own options to resume."
-        )
+    pairs = zip(_values(saved.model, replace(saved.training, **free)), _values(model, training), strict=False)
+    for (name, before), (_, now) in pairs:
+        if before != now:
+            why = f"was trained with {name}={before}, not {now}. Use the run's own options to resume."
+            raise InputError(f"{last} {why}")
     if set(saved.history) != set(HISTORY_COLUMNS) or "cpu" not in saved.rng:
-        raise InputError(
-            f"{last} cannot be resumed: history or random state is missing. A run's own last.pt has both."
-        )
+        why = "history or random state is missing. A run's own last.pt has both."
+        raise InputError(f"{last} cannot be resumed: {why}")
     if saved.epoch > training.epochs:
         raise InputError(f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}.")
     return saved
@@ -177,14 +159,6 @@ def _values(model: ModelConfig, training: TrainingConfig) -> list[tuple[str, obj
     if text:
         text["model"] = hashlib.sha256(text["model"].encode()).hexdigest()[:8]
     return [*model.to_dict().items(), *values.items(), *text.items()]
-
-
-def _write_history(path: Path, history: dict[str, list[float]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(history)
-    writer.writerows(zip(*history.values(), strict=True))
-    write_text(path, text.getvalue())
 
 
 @dataclass
@@ -232,26 +206,23 @@ def train_seed_runs(
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
     """Train all runs to their ends: on CUDA together if they can share their steps, else one after another."""
-    alone = not stackable([run.trainer for run in runs])
+    together = stackable([run.trainer for run in runs])
+    facts = {**provenance, "seeds_at_once": len(runs)} if together else provenance
+    finish: dict[int, Callable[[Progress], None]] = {}
     diverged: dict[int, str] = {}
     try:
-        finish = {}
-        for i, run in enumerate(runs):
-            restore_random_state(run.state)
-            trainer, tell = run.trainer, partial(after_epoch, run.trainer)
+        for group in [runs] if together else [[run] for run in runs]:
+            for run in group:
+                restore_random_state(run.state)
+                tell = partial(after_epoch, run.trainer)
+                finish[id(run.trainer)] = start_run(run.folder, run.trainer, facts, tell)
+            restore_random_state(group[0].state)
             try:
-                if alone:
-                    train_run(run.folder, trainer, provenance, tell, partial(after_batch, trainer))
-                else:
-                    facts = {**provenance, "seeds_at_once": len(runs)}
-                    finish[id(trainer)] = start_run(run.folder, trainer, facts, tell)
+                train_together([run.trainer for run in group], lambda t, p: finish[id(t)](p), after_batch)
             except DivergedError as error:
-                diverged[i] = f"Seed {trainer.training.seed}: {error}"
-        if not alone:
-            restore_random_state(runs[0].state)
-            train_together([run.trainer for run in runs], lambda t, progress: finish[id(t)](progress), after_batch)
+                diverged |= {runs.index(group[member]): str(error) for member in error.members}
     finally:
         for run in runs:
             run.trainer.release()
     if diverged:
-        raise DivergedError(" ".join(diverged.values()), tuple(diverged))
+        raise DivergedError(" ".join(dict.fromkeys(diverged.values())), tuple(diverged))

@@ -20,7 +20,7 @@ import torch
 
 from semdiag_models.attention import ATTENTIONS
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, weights_sha256
-from semdiag_models.config import ListOpsTrees, ModelConfig, TrainingConfig
+from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type, check_value
 from semdiag_models.reading import (
     LARGEST_JSON,
     InputError,
@@ -32,20 +32,30 @@ from semdiag_models.reading import (
     unknown_name,
     write_text,
 )  # fmt: skip
-from semdiag_models.run_folder import SeedRun, open_run, run_name, train_run, train_seed_runs
+from semdiag_models.run_folder import SeedRun, open_run, run_name, train_seed_runs
 from semdiag_models.tasks import Task, Text, configure, find_task, listops, open_text, task_of
-from semdiag_models.training import HISTORY_COLUMNS, DivergedError, find_device, random_state
+from semdiag_models.training import HISTORY_COLUMNS, DivergedError, ended, find_device, random_state
 from semdiag_models.workers import TICK, Workers
 
 MOST_RUNS = 100_000  # largest number of runs of one file
 _MOST_PROBLEMS = 1000  # largest number of problems that are told
-_RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
-_TEXT = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}
-_TREES = tuple(f.name for f in fields(ListOpsTrees))
 _LISTS = ("snapshots", "frozen")  # keys whose values are lists that do not multiply the runs
-_HIDDEN = ("vocabulary_size", "classes", "listops", "text", "cls_as_key")  # fields that users cannot set
-_FIELDS = {f.name: (record, f) for record in reversed(_RECORDS) for f in fields(record) if f.name not in _HIDDEN}
 _CONTINUABLE = ("epochs", "until", "snapshots")  # fields that may differ when a run continues
+
+
+@dataclass(frozen=True)
+class _TextFile(Record):
+    """Keys of the task text."""
+
+    text: str = ""  # path of the file, relative to the sweep's own
+    holdout_text: str | None = None
+    tokenizer: str = "unigram"
+    vocabulary: int = 4096
+
+
+_HIDDEN = ("vocabulary_size", "classes", "listops", "cls_as_key")  # fields that users cannot set
+_RECORDS: tuple[Any, ...] = (ListOpsTrees, TrainingConfig, ModelConfig, _TextFile)  # the last that has a field
+_FIELDS = {f.name: f for record in _RECORDS for f in fields(record) if f.name not in _HIDDEN}
 
 
 # --- a file's runs
@@ -61,7 +71,7 @@ class SweepRun:
 
 
 class Setting(NamedTuple):
-    """A value with its position: ``grid.attention[2].k (line 9)``."""
+    """A value with its position: ``grid.attention[2].k``."""
 
     value: Any
     place: str
@@ -108,67 +118,58 @@ def _places(settings: Settings, names: Iterable[str]) -> str:
 
 def read_settings(path: Path) -> tuple[list[Settings], list[str]]:
     """Read a TOML file: the settings of all runs, and what is wrong with single values, with positions."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist. Name a TOML file, like experiments/study.toml.")
-    content, text = read_toml(path)
+    content = read_toml(path)
     grid = content.pop("grid", {})
     tables = grid if isinstance(grid, list) else [grid]
     if not all(isinstance(table, dict) for table in tables):
         return [], [f"grid: must be a table, [grid] or [[grid]]. Got {grid!r}."]
     if sum(_count(table) for table in tables) > MOST_RUNS:
         raise InputError(f"{path} asks for more than {MOST_RUNS:,} runs. Use shorter lists in [grid].")
-    lines, problems = _lines_of_keys(text), dict[str, None]()
-    (common,) = _combinations(content, "", lines, problems)
+    problems: dict[str, None] = {}
+    (common,) = _combinations(content, "", problems)
     found = []
     for number, table in enumerate(tables):
         name = f"grid[{number}]" if isinstance(grid, list) else "grid"
-        found += [{**common, **settings} for settings in _combinations(table, name, lines, problems)]
+        found += [{**common, **settings} for settings in _combinations(table, name, problems)]
     return found, list(problems)
 
 
-def _combinations(
-    table: dict[str, Any], name: str, lines: dict[tuple[str, str], int], problems: dict[str, None]
-) -> Iterator[Settings]:
-    """Yield the combinations of a table's entries; at the top of the file (no name) there is one."""
+def _combinations(table: dict[str, Any], name: str, problems: dict[str, None]) -> list[Settings]:
+    """Return the combinations of a table's entries; at the top of the file (no name) there is one."""
     axes = []
     for key, value in table.items():
-        path, line = f"{name}.{key}" if name else key, lines.get((name, key))
-        at, entries = "" if line is None else f" (line {line})", _entries(key, value)
-        if isinstance(value, list) and key not in _LISTS and not (name and value):
+        place, entries = f"{name}.{key}".lstrip("."), _entries(key, value)
+        if entries is value and not (name and entries):
             why = "the list is empty." if name else "a list multiplies the runs, and stands in [grid]."
-            problems[f"{path}{at}: {why}"] = None
+            problems[f"{place}: {why}"] = None
             continue
         axis: list[Settings] = []
         for number, entry in enumerate(entries):
-            here = f"{path}[{number}]" if isinstance(value, list) and name else path
+            here = f"{place}[{number}]" if entries is value else place
             if name and isinstance(entry, dict):
-                inside = {
-                    key: [Setting(v, f"{here}.{key}{at}") for v in _entries(key, vs)] for key, vs in entry.items()
-                }
-            else:
-                inside = {key: [Setting(entry, f"{here}{at}")]}
-            for inner, settings in inside.items():
-                for setting in settings:
-                    try:
-                        _check_alone(inner, setting.value)
-                    except InputError as error:
-                        problems[f"{setting.place}: {error}"] = None
-            axis += [dict(zip(inside, choice, strict=True)) for choice in product(*inside.values())]
+                axis += _combinations(entry, here, problems)
+                continue
+            axis.append({key: Setting(entry, here)})
+            try:
+                _check_alone(key, entry)
+            except InputError as error:
+                problems[f"{here}: {error}"] = None
         axes.append(axis)
+    found = []
     for parts in product(*axes):
         together: Settings = {}
         for part in parts:
             for key in part.keys() & together.keys():
                 problems[f"{part[key].place}: {key} is also set at {together[key].place}."] = None
             together |= part
-        yield together
+        found.append(together)
+    return found
 
 
 def _entries(key: str, value: Any) -> list[Any]:
     """Return the values of a key; for ``snapshots`` and ``frozen``, a list of plain values is one value."""
-    if key in _LISTS and not (isinstance(value, list) and any(isinstance(v, list) for v in value)):
-        return [value]
-    return value if isinstance(value, list) else [value]
+    several = isinstance(value, list) and (key not in _LISTS or any(isinstance(v, list) for v in value))
+    return value if several else [value]
 
 
 def _count(table: dict[str, Any]) -> int:
@@ -179,33 +180,12 @@ def _count(table: dict[str, Any]) -> int:
     )
 
 
-def _lines_of_keys(text: str) -> dict[tuple[str, str], int]:
-    """Return the first line of every key at the top and in the grids, by table and key."""
-    found: dict[tuple[str, str], int] = {}
-    seen, within = -1, ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*(\[\[?)\s*grid\s*\]", line):
-            seen += 1
-            within = f"grid[{seen}]" if header[1] == "[[" else "grid"
-        elif "=" in line:
-            found.setdefault((within, line.partition("=")[0].strip().strip("\"'")), number)
-    return found
-
-
 def _check_alone(key: str, value: Any) -> None:
     """Refuse a key that is unknown, and a value that is wrong regardless of other keys."""
-    if key in _TEXT:
-        if type(value) is not _TEXT[key]:
-            raise InputError(f"{key} must be {_TEXT[key].__name__}. Got {value!r}.")
-        return
     if key not in _FIELDS:
-        raise unknown_name("key", key, [*_FIELDS, *_TEXT])
-    record, declared = _FIELDS[key]
-    try:
-        record.check_type(key, value)
-    except InputError as error:
-        raise InputError(str(error).partition(".")[2]) from None
-    record.check_value(declared, value)
+        raise unknown_name("key", key, _FIELDS)
+    check_type(_FIELDS[key], value)
+    check_value(_FIELDS[key], value)
     if key == "task" and value != Text.name:
         find_task(value)
     if key == "attention" and value not in ATTENTIONS:
@@ -222,9 +202,12 @@ class _Builder:
     def __call__(self, values: dict[str, Any]) -> SweepRun:
         if "task" not in values:
             raise InputError('A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
-        trees, text = ({key: values.pop(key) for key in keys if key in values} for keys in (_TREES, _TEXT))
         name = values.pop("task")
-        task = self._text(values.get("length"), **text) if name == Text.name else find_task(name)
+        text, trees = (
+            {f.name: values.pop(f.name) for f in fields(record) if f.name in values}
+            for record in (_TextFile, ListOpsTrees)
+        )
+        task = self._text(values.get("length"), _TextFile(**text)) if name == Text.name else find_task(name)
         for extra, home in ((text, Text.name), (trees, "listops")):
             if extra and task.name != home:
                 raise InputError(f"{next(iter(extra))} belongs to the task {home}. Got task {name!r}.")
@@ -239,14 +222,11 @@ class _Builder:
             raise InputError(why)
         return SweepRun(name_run(model, training), model, training)
 
-    def _open_text(
-        self, window: int | None, text: str = "", holdout_text: str | None = None, tokenizer: str = "unigram",
-        vocabulary: int = 4096,
-    ) -> Text:  # fmt: skip
-        if not text:
+    def _open_text(self, window: int | None, source: _TextFile) -> Text:
+        if not source.text:
             raise InputError('The task text needs a file: text = "FILE", beside the sweep\'s own file.')
-        holdout = None if holdout_text is None else self._folder / holdout_text
-        return Text(open_text(self._folder / text, holdout, tokenizer, vocabulary), window)
+        holdout = None if source.holdout_text is None else self._folder / source.holdout_text
+        return Text(open_text(self._folder / source.text, holdout, source.tokenizer, source.vocabulary), window)
 
 
 @lru_cache
@@ -292,26 +272,21 @@ def name_run(model: ModelConfig, training: TrainingConfig) -> str:
     """Return a folder's name: task, attention, seed, differences from the recipe, and the hash."""
     chosen = {"attention": model.attention, "k": model.k, "optimizer": training.optimizer}
     usual = configure(task_of(training), chosen, training.listops)
-    words = []
+    readable, words = run_name(model, training), list[str]()
     for record, ordinary in zip((model, training), usual, strict=True):
         for name, value in vars(record).items():
             plain = TrainingConfig.optimizer if name == "optimizer" else getattr(ordinary, name)
             if name not in _IN_THE_NAME and value != plain:
-                words.append(_word(name, value))
+                said = "-".join(value) if isinstance(value, tuple) else value
+                word = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
+                words.append(re.sub(r"[^\w.-]+", "-", word).replace("_", "-"))
     if training.length != usual[1].length and training.listops is None:
         words.append(f"length-{training.length}")
-    readable = run_name(model, training)
     for word in words:
         if len(readable) + len(word) > _LONGEST_NAME:
             break
         readable += f"-{word}"
     return f"{readable}-{identity(model, training)}"
-
-
-def _word(name: str, value: object) -> str:
-    said = "-".join(value) if isinstance(value, tuple) else value
-    text = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
-    return re.sub(r"[^\w.-]+", "-", str(text)).replace("_", "-")
 
 
 # --- training in a process
@@ -345,22 +320,14 @@ def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
         return "waiting", None
     if identity(saved.model, saved.training) != identity(run.model, run.training):
         raise InputError(f"{folder} holds a run of another configuration. Move it away, or choose another --out.")
-    return ("done" if _at_its_end(saved.history, run.training) else "begun"), saved
-
-
-def _at_its_end(history: dict[str, list[float]], training: TrainingConfig) -> bool:
-    """Return whether a run with this history has all its epochs, or has reached the target accuracy."""
-    accuracies = history.get("train_accuracy", [])
-    converged = training.until is not None and bool(accuracies) and accuracies[-1] >= training.until
-    return len(accuracies) >= training.epochs or converged
+    return ("done" if ended(saved.history, run.training) else "begun"), saved
 
 
 def train_order(order: Order) -> list[Outcome]:
     """Train runs to their ends from their current state, on one CPU thread, in a process of its own."""
     torch.set_num_threads(1)
-    ended = {run.name: Outcome("done") for run in order.runs}
-    left: list[SweepRun] = []
-    device, runs = find_device(order.device), list[SeedRun]()
+    outcomes = {run.name: Outcome("done") for run in order.runs}
+    left, device, runs = list[SweepRun](), find_device(order.device), list[SeedRun]()
     try:
         with ExitStack() as undo:
             for run in order.runs:
@@ -368,7 +335,7 @@ def train_order(order: Order) -> list[Outcome]:
                 try:
                     status, saved = inspect(folder, run)
                 except InputError as error:
-                    ended[run.name] = Outcome("failed", str(error))
+                    outcomes[run.name] = Outcome("failed", str(error))
                     continue
                 if status == "done":
                     continue
@@ -377,39 +344,33 @@ def train_order(order: Order) -> list[Outcome]:
                 trainer = open_run(folder, run.model, run.training, device, resume=begun, overwrite=not begun)
                 undo.callback(trainer.release)
                 runs.append(SeedRun(folder, trainer, random_state(device)))
-            if len(runs) == 1:
-                train_run(runs[0].folder, runs[0].trainer, order.provenance)
-            elif runs:
+            if runs:
                 train_seed_runs(runs, order.provenance)
     except DivergedError as error:
-        ended |= {left[member].name: Outcome("diverged", str(error)) for member in error.members}
+        outcomes |= {left[member].name: Outcome("diverged", str(error)) for member in error.members}
     except InputError as error:
-        ended |= {run.name: Outcome("failed", str(error)) for run in left}
+        outcomes |= {run.name: Outcome("failed", str(error)) for run in left}
     except Exception as error:  # full disk, no memory, a bug of ours: record it, and try again
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        ended |= {run.name: Outcome("failed", problem, retry=True) for run in left}
-    return list(ended.values())
+        outcomes |= {run.name: Outcome("failed", problem, retry=True) for run in left}
+    return list(outcomes.values())
 
 
 def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
     """Train many runs, several at a time; yield each with its end, and None now and then."""
     waiting, attempts = deque(orders), Counter[str]()
     running: dict[Any, tuple[Order, list[int]]] = {}
-
-    def epochs(order: Order) -> list[int]:
-        return [epochs_so_far(order.folder / run.name) for run in order.runs]
-
     try:
         while waiting or running:
             while waiting and len(running) < workers.capacity:
                 order = waiting.popleft()
-                running[workers.submit(order)] = order, epochs(order)
+                before = [epochs_so_far(order.folder / run.name) for run in order.runs]
+                running[workers.submit(order)] = order, before
             for handle in workers.wait(list(running), TICK):
                 order, before = running.pop(handle)
-                outcomes = workers.outcomes(handle) or [KILLED] * len(order.runs)
-                again = []
-                for run, outcome, was, now in zip(order.runs, outcomes, before, epochs(order), strict=True):
-                    attempts[run.name] += outcome.retry and now <= was
+                outcomes, again = workers.outcomes(handle) or [KILLED] * len(order.runs), list[SweepRun]()
+                for run, outcome, was in zip(order.runs, outcomes, before, strict=True):
+                    attempts[run.name] += outcome.retry and epochs_so_far(order.folder / run.name) <= was
                     if outcome.retry and attempts[run.name] <= retries:
                         again.append(run)
                     else:
@@ -557,7 +518,7 @@ def result(
     except InputError as error:
         status, problem = "failed", str(error)
     history = {} if saved is None else saved.history
-    if recorded is not None and status not in ("done", "failed") and _at_its_end(recorded, run.training):
+    if recorded is not None and status not in ("done", "failed") and ended(recorded, run.training):
         status, history = "done", recorded
     if outcome is not None and status != "done":
         status = outcome.status
@@ -578,13 +539,13 @@ def result(
 def epochs_left(folder: Path, run: SweepRun, records: Path | None) -> int:
     """Return the number of epochs that a run has left to train, at most."""
     recorded = None if records is None else read_history(records, run)
-    if recorded is not None and _at_its_end(recorded, run.training):
-        return 0
     try:
         status, saved = inspect(folder, run)
     except InputError:
         return 0
-    return 0 if status == "done" else max(0, run.training.epochs - (0 if saved is None else saved.epoch))
+    if status == "done" or (recorded is not None and ended(recorded, run.training)):
+        return 0
+    return max(0, run.training.epochs - (0 if saved is None else saved.epoch))
 
 
 def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag_models.attention import ATTENTIONS
-from semdiag_models.checkpoint import OptimizerState
+from semdiag_models.checkpoint import Checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
 from semdiag_models.reading import LARGEST_JSON, InputError, RunLock, read_bytes, require_memory, unknown_name
@@ -77,6 +76,7 @@ class Steps:
         self._encoder = first.encoder if self._count == 1 else Encoder.stacked([t.encoder for t in trainers])
         self._parameters: list[Tensor] = list(self._encoder.parameters())
         self._optimizer = first.optimizer  # of plain SGD, the only one for several, there is none
+        self._memory: Any = {} if self._optimizer is None else self._optimizer.state
         compiled = self._training.compiled
         self._forward: Callable[..., Tensor] = torch.compile(self._encoder) if compiled else self._encoder
         splits = zip(*(trainer.train_split for trainer in trainers), strict=True)
@@ -94,7 +94,7 @@ class Steps:
             for parameter, at in ((qkv.weight, (..., rows, slice(None))), (qkv.bias, (..., rows))):
                 self._frozen.append((parameter, at, parameter.detach()[at].clone()))
 
-    def epoch(self, rate: float, after_batch: Callable[[], None]) -> list[tuple[float, float]]:
+    def epoch(self, rate: float, after_batch: "Callable[[Trainer], None]") -> list[tuple[float, float]]:
         """Train an epoch; return the mean loss and the accuracy of each encoder over the epoch's steps."""
         n, size = self._training.train_samples, self._training.batch_size
         parts = self.trainers, self._tokens.split(n), self._labels.split(n)
@@ -117,7 +117,8 @@ class Steps:
                     self._graph.replay()
                 else:
                     self._step(batch)
-                after_batch()
+                for trainer in self.trainers:
+                    after_batch(trainer)
         losses, right = self._totals.tolist()  # the only wait for the device in an epoch
         return [(loss / n, hits / n) for loss, hits in zip(losses, right, strict=True)]
 
@@ -158,18 +159,15 @@ class Steps:
             torch._foreach_add_(self._parameters, gradients, alpha=-1)
         for parameter, at, value in self._frozen:  # weight decay acts even without a gradient
             parameter[at] = value
-            for memory in ({} if self._optimizer is None else self._optimizer.state[parameter]).values():
-                if memory.shape == parameter.shape:
-                    memory[at] = 0
+            for state in self._memory.get(parameter, {}).values():
+                if state.shape == parameter.shape:
+                    state[at] = 0
 
     def _capture(self, size: int) -> None:
         """Capture a step as a graph, and leave parameters, optimiser and generators as they were."""
         self._batch = torch.arange(size, device=self._device).expand(self._count, -1).contiguous()
         before = [parameter.detach().clone() for parameter in self._parameters]
-        memory = {} if self._optimizer is None else {
-            parameter: {name: value.clone() for name, value in values.items()}
-            for parameter, values in self._optimizer.state.items()
-        }  # fmt: skip
+        memory = {p: {name: t.clone() for name, t in values.items()} for p, values in self._memory.items()}
         drawn = torch.cuda.get_rng_state(self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -181,7 +179,7 @@ class Steps:
             for parameter, value in zip(self._parameters, before, strict=True):
                 parameter.grad = None
                 parameter.copy_(value)
-                for name, state in ({} if self._optimizer is None else self._optimizer.state[parameter]).items():
+                for name, state in self._memory.get(parameter, {}).items():
                     state.copy_(memory[parameter][name]) if parameter in memory else state.zero_()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -214,6 +212,12 @@ class Progress:
 
     row: dict[str, float]
     best: bool  # whether this is the highest held-out accuracy so far
+
+
+def ended(history: dict[str, list[float]], training: TrainingConfig) -> bool:
+    """Return whether a run with this history has all its epochs, or has reached the accuracy at which to stop."""
+    reached, until = history.get("train_accuracy", []), training.until
+    return len(reached) >= training.epochs or (until is not None and bool(reached) and reached[-1] >= until)
 
 
 class Trainer:
@@ -249,21 +253,50 @@ class Trainer:
         if self.lock is not None:
             self.lock.release()
 
+    def checkpoint(self, provenance: dict[str, Any], resumable: bool) -> Checkpoint:
+        """Return a snapshot; a resumable one has the states of the generators and of the optimiser, too."""
+        taken = Checkpoint(
+            self.config, self.training, self.encoder.state_dict(), self.epoch, self.history, provenance=provenance
+        )
+        if resumable:
+            memory = {} if self.optimizer is None else self.optimizer.state
+            states = {name: dict(memory[p]) for name, p in self.encoder.named_parameters() if memory.get(p)}
+            taken.rng, taken.optimizer_state = random_state(self.device), states
+        return taken
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Continue from a snapshot."""
+        self.encoder.load_state_dict(saved.state)
+        self.epoch, self.history = saved.epoch, saved.history
+        parameters, state = dict(self.encoder.named_parameters()), saved.optimizer_state
+        for name, values in state.items():
+            parameter = parameters.get(name)
+            for quantity, value in values.items():
+                fits = parameter is not None and value.shape in (parameter.shape, torch.Size([]))
+                if not fits or not value.is_floating_point() or self.optimizer is None:
+                    raise InputError(f"the optimiser's {quantity!r} of {name!r} does not fit the model.")
+        if state and state.keys() != parameters.keys():
+            raise InputError("the optimiser's state does not cover all parameters of the model.")
+        for name, values in state.items():
+            assert self.optimizer is not None  # checked above
+            self.optimizer.state[parameters[name]] = {  # except on CUDA it keeps the number of steps on the CPU
+                quantity: value.to(self.device if value.ndim or self.device.type == "cuda" else "cpu", copy=True)
+                for quantity, value in values.items()
+            }
+        try:
+            restore_random_state(saved.rng)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"its random state is damaged ({error}).") from None
+
     @property
     def learning_rate(self) -> float:
         """Step size of the next epoch."""
         return self.training.learning_rate * self.training.learning_rate_decay**self.epoch
 
     @property
-    def converged(self) -> bool:
-        """Whether the last epoch reached the training accuracy at which to stop."""
-        until, reached = self.training.until, self.history["train_accuracy"][-1:]
-        return until is not None and bool(reached) and reached[0] >= until
-
-    @property
     def finished(self) -> bool:
         """Whether there is no further epoch to train."""
-        return self.epoch >= self.training.epochs or self.converged
+        return ended(self.history, self.training)
 
     def run(self, after_epoch: Callable[[Progress], None], after_batch: Callable[[], None] = lambda: None) -> None:
         """Train to the configured number of epochs, or to the training accuracy at which to stop."""
@@ -306,10 +339,9 @@ class Trainer:
     def check_loss(self, total: float) -> None:
         """Refuse to continue after a sum of losses that is not a number."""
         if not math.isfinite(total):
-            raise DivergedError(
-                f"The training loss became {total} in epoch {self.epoch + 1} at learning rate "
-                f"{self.learning_rate:g}. Try a smaller --learning-rate."
-            )
+            where = f"in epoch {self.epoch + 1} at learning rate {self.learning_rate:g}"
+            why = f"the training loss became {total} {where}. Try a smaller --learning-rate."
+            raise DivergedError(f"Seed {self.training.seed}: {why}")
 
     @torch.no_grad()
     def evaluate(self, split: Split) -> tuple[float, float]:
@@ -340,11 +372,6 @@ def stackable(trainers: Sequence[Trainer]) -> bool:
     )  # fmt: skip
 
 
-def _each(function: Callable[[Trainer], None], trainers: Sequence[Trainer]) -> None:
-    for trainer in trainers:
-        function(trainer)
-
-
 def train_together(
     trainers: Sequence[Trainer],
     after_epoch: Callable[[Trainer, Progress], None],
@@ -360,7 +387,7 @@ def train_together(
         if steps is None or steps.trainers != group or steps.padded != any(t.padded for t in group):
             steps = Steps(group)
         set_learning_rate(group[0].optimizer, group[0].learning_rate)
-        found = steps.epoch(group[0].learning_rate, partial(_each, after_batch, group))
+        found = steps.epoch(group[0].learning_rate, after_batch)
         steps.store()
         start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
         for trainer, (loss, accuracy) in zip(group, found, strict=True):
@@ -368,8 +395,7 @@ def train_together(
             try:
                 progress = trainer.close_epoch(start, loss, accuracy)
             except DivergedError as error:
-                prefix = f"Seed {trainer.training.seed}: " if len(trainers) > 1 else ""
-                diverged[trainers.index(trainer)] = f"{prefix}{error}"
+                diverged[trainers.index(trainer)] = str(error)
                 continue
             after_epoch(trainer, progress)
             start += time.perf_counter() - began
@@ -402,32 +428,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer | None, rate: float) -> N
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-
-def optimizer_state(trainer: Trainer) -> OptimizerState:
-    """Return the optimiser's state by the names of the encoder's parameters."""
-    memory = {} if trainer.optimizer is None else trainer.optimizer.state
-    return {name: dict(memory[p]) for name, p in trainer.encoder.named_parameters() if memory.get(p)}
-
-
-def restore_optimizer_state(trainer: Trainer, state: OptimizerState) -> None:
-    """Restore the optimiser's state."""
-    parameters = dict(trainer.encoder.named_parameters())
-    for name, values in state.items():
-        parameter = parameters.get(name)
-        for quantity, value in values.items():
-            fits = parameter is not None and value.shape in (parameter.shape, torch.Size([]))
-            if not fits or not value.is_floating_point() or trainer.optimizer is None:
-                raise InputError(f"The optimiser's {quantity!r} of {name!r} does not fit the model.")
-    if state and state.keys() != parameters.keys():
-        raise InputError("The optimiser's state does not cover all parameters of the model.")
-    for name, values in state.items():
-        assert trainer.optimizer is not None  # checked above
-        moved = {  # except on CUDA the optimiser keeps the number of steps on the CPU
-            quantity: value.to(trainer.device if value.ndim or trainer.device.type == "cuda" else "cpu", copy=True)
-            for quantity, value in values.items()
-        }
-        trainer.optimizer.state[parameters[name]] = moved
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:

@@ -6,9 +6,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import BrokenProcessPool
@@ -19,40 +20,24 @@ TICK = 1.0  # seconds between polls
 _BYTES = 2**29  # memory of a process with torch, before it has a model
 
 
-class Workers(Protocol):
-    """Processes that execute orders: they train runs, or measure models."""
-
-    capacity: int  # largest number of pending orders
-
-    def submit(self, order: Any) -> Any:
-        """Submit an order; return a handle."""
-
-    def wait(self, handles: list[Any], seconds: float) -> list[Any]:
-        """Wait until an order ends, or the time is over; return the handles of ended orders."""
-
-    def outcomes(self, handle: Any) -> Any:
-        """Return the result of an ended order; None if its process died."""
-
-    def close(self) -> None:
-        """End all processes immediately; what they saved stays. Further calls do nothing."""
-
-
 class LocalWorkers:
-    """Processes on this machine, through joblib's loky; they ignore Ctrl-C, and end with this process."""
+    """Processes on this machine that execute orders: they train runs, or measure models.
+
+    They come through joblib's loky, ignore Ctrl-C, and end with this process.
+    """
 
     def __init__(
         self, jobs: int | None, carry_out: Callable[[Any], Any], tasks: int | None = None, size: int = 0
     ) -> None:
+        room = max(1, int(memory_share() / MEMORY_SHARE / (_BYTES + size)))
         limits = {
             "this machine has no more cores": cores(),
-            f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each": max(
-                1, int(memory_share() / MEMORY_SHARE / (_BYTES + size))
-            ),
+            f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each": room,
         }
         if tasks is not None:
             limits["there is no more to divide among processes"] = max(1, tasks)
         why, most = min(limits.items(), key=lambda limit: limit[1])
-        self.capacity = most if jobs is None else min(jobs, most)
+        self.capacity = most if jobs is None else min(jobs, most)  # largest number of pending orders
         if jobs is not None and most < jobs:
             warnings.warn(f"{most} of {jobs:,} processes are used: {why}.", stacklevel=2)
         self._carry_out, self._begun = carry_out, False
@@ -60,29 +45,27 @@ class LocalWorkers:
     def _executor(self) -> Any:
         """Return the pool, or a new one if a killed process broke it."""
         env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        return get_reusable_executor(
-            self.capacity, timeout=3600, env=env, initializer=_work_for, initargs=(os.getpid(),)
-        )
+        begin = {"initializer": _work_for, "initargs": (os.getpid(),)}
+        return get_reusable_executor(self.capacity, timeout=3600, env=env, **begin)
 
-    def submit(self, order: Any) -> Future[Any]:
-        """See :class:`Workers`."""
+    def submit(self, order: Any) -> Any:
+        """Submit an order; return a handle."""
         self._begun = True
-        future: Future[Any] = self._executor().submit(self._carry_out, order)
-        return future
+        return self._executor().submit(self._carry_out, order)
 
-    def wait(self, handles: list[Future[Any]], seconds: float) -> list[Future[Any]]:
-        """See :class:`Workers`."""
+    def wait(self, handles: list[Any], seconds: float) -> list[Any]:
+        """Wait until an order ends, or the time is over; return the handles of ended orders."""
         return list(wait(handles, seconds, FIRST_COMPLETED).done)
 
-    def outcomes(self, handle: Future[Any]) -> Any:
-        """See :class:`Workers`."""
+    def outcomes(self, handle: Any) -> Any:
+        """Return the result of an ended order; None if its process died."""
         try:
             return handle.result()
         except BrokenProcessPool:
             return None
 
     def close(self) -> None:
-        """See :class:`Workers`."""
+        """End all processes immediately; what they saved stays. Further calls do nothing."""
         if self._begun:
             self._executor().shutdown(wait=True, kill_workers=True)
         self._begun = False
@@ -106,48 +89,45 @@ def cores() -> int:
 
 
 class RayWorkers:
-    """Ray tasks with one CPU and a share of a GPU each, wherever the cluster has room."""
+    """Ray tasks with one CPU and a share of a GPU each, wherever the cluster has room; see LocalWorkers."""
 
     def __init__(self, address: str, gpus: float, jobs: int | None, carry_out: Callable[[Any], Any]) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to Ray's makers
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
-            ray: Any = import_module("ray")
+            self._ray: Any = import_module("ray")
         except ImportError:
             raise InputError("--ray needs Ray: pip install 'semdiag[ray]'") from None
-        self._ray, self._carry_out = ray, carry_out
-        where = None if address == "auto" else address
+        quiet = {"logging_level": "ERROR", "log_to_driver": False, "include_dashboard": None}
         try:
-            ray.init(address=where, logging_level="ERROR", log_to_driver=False, include_dashboard=None)
+            self._ray.init(address=None if address == "auto" else address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(
-                f"No Ray cluster at {address} ({reason}). Use --ray auto to start one here."
-            ) from None
+            why = " ".join(str(error).split())[:200]
+            raise InputError(f"No Ray cluster at {address} ({why}). Use --ray auto to start one here.") from None
         self.capacity = 10_000 if jobs is None else jobs  # in Ray's own queue
-        self._remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_carry_out_in)
-
-    def submit(self, order: Any) -> Any:
-        """See :class:`Workers`."""
-        return self._remote.remote(os.getcwd(), self._carry_out, order)
+        remote = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_carry_out_in)
+        self.submit = partial(remote.remote, os.getcwd(), carry_out)
 
     def wait(self, handles: list[Any], seconds: float) -> list[Any]:
-        """See :class:`Workers`."""
+        """Wait until an order ends, or the time is over."""
         ready: list[Any] = self._ray.wait(handles, num_returns=1, timeout=seconds)[0]
         return ready
 
     def outcomes(self, handle: Any) -> Any:
-        """See :class:`Workers`."""
+        """Return the result of an ended order; None if a worker or a machine failed."""
         try:
             return self._ray.get(handle)
         except self._ray.exceptions.RayTaskError:  # raised by our function
             raise
-        except self._ray.exceptions.RayError:  # a worker or machine failed
+        except self._ray.exceptions.RayError:
             return None
 
     def close(self) -> None:
-        """See :class:`Workers`; a cluster that existed before stays."""
+        """End all tasks; a cluster that existed before stays."""
         self._ray.shutdown()
+
+
+Workers = LocalWorkers | RayWorkers
 
 
 def _carry_out_in(folder: str, carry_out: Callable[[Any], Any], order: Any) -> Any:

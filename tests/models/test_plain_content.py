@@ -21,9 +21,7 @@ def themselves():
 def test_a_container_that_holds_itself_is_refused_at_once(tmp_path, at):
     """Going through a list of 60 times itself never ended."""
     torch.save(themselves()[at], tmp_path / "x.pt")
-    with pytest.raises(
-        InputError, match=r"x\.pt is not a checkpoint, or it is truncated \(a container that contains itself\)"
-    ):
+    with pytest.raises(InputError, match=r"x\.pt is not a checkpoint, .* \(containers that (contain|are nested)"):
         read_plain(tmp_path / "x.pt")
 
 

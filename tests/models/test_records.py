@@ -143,17 +143,17 @@ def test_an_unknown_field_is_named_with_the_nearest():
 @pytest.mark.parametrize(
     ("record", "field", "value", "message"),
     [
-        (ModelConfig, "length", "40", "ModelConfig.length must be int. Got '40'."),
-        (ModelConfig, "length", True, "ModelConfig.length must be int. Got True."),
-        (ModelConfig, "length", 40.0, "ModelConfig.length must be int. Got 40.0."),
-        (ModelConfig, "length", None, "ModelConfig.length must be int. Got None."),
-        (ModelConfig, "k", "x", "ModelConfig.k must be int | None. Got 'x'."),
-        (ModelConfig, "dropout", "x", "ModelConfig.dropout must be float. Got 'x'."),
-        (ModelConfig, "attention", 7, "ModelConfig.attention must be str. Got 7."),
-        (ModelConfig, "pad_as_token", 1, "ModelConfig.pad_as_token must be bool. Got 1."),
-        (TrainingConfig, "snapshots", 5, "TrainingConfig.snapshots must be tuple[int, ...]. Got 5."),
-        (TrainingConfig, "snapshots", ["a"], "TrainingConfig.snapshots must be tuple[int, ...]. Got ['a']."),
-        (TrainingConfig, "snapshots", [True], "TrainingConfig.snapshots must be tuple[int, ...]. Got [True]."),
+        (ModelConfig, "length", "40", "length must be int. Got '40'."),
+        (ModelConfig, "length", True, "length must be int. Got True."),
+        (ModelConfig, "length", 40.0, "length must be int. Got 40.0."),
+        (ModelConfig, "length", None, "length must be int. Got None."),
+        (ModelConfig, "k", "x", "k must be int | None. Got 'x'."),
+        (ModelConfig, "dropout", "x", "dropout must be float. Got 'x'."),
+        (ModelConfig, "attention", 7, "attention must be str. Got 7."),
+        (ModelConfig, "pad_as_token", 1, "pad_as_token must be bool. Got 1."),
+        (TrainingConfig, "snapshots", 5, "snapshots must be tuple[int, ...]. Got 5."),
+        (TrainingConfig, "snapshots", ["a"], "snapshots must be tuple[int, ...]. Got ['a']."),
+        (TrainingConfig, "snapshots", [True], "snapshots must be tuple[int, ...]. Got [True]."),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused(record, field, value, message):

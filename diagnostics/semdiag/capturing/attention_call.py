@@ -1,7 +1,8 @@
 """One call of one attention layer, and the kinds of masks that its queries may have."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -81,10 +82,8 @@ class AttentionCall:
     @property
     def counted(self) -> Tensor:
         """(B, H, Lq) bool: queries that count, because they are not padding."""
-        batch, heads, length, _ = self.q.shape
-        if self.queries is None:
-            return torch.ones((), dtype=torch.bool, device=self.q.device).expand(batch, heads, length)
-        return self.queries[:, None].expand(batch, heads, length)
+        real = torch.ones(1, 1, dtype=torch.bool, device=self.q.device) if self.queries is None else self.queries
+        return real[:, None].expand(self.q.shape[:3])
 
     @property
     def factored(self) -> bool:
@@ -92,15 +91,7 @@ class AttentionCall:
         return self.q.shape[3] > 1 or bool(self.q.any()) or bool(self.k.any())
 
     def part(self, samples: slice | Tensor = slice(None), queries: slice | Tensor = slice(None)) -> Self:
-        """Return some samples and queries of the call; the causal rule is written into ``allowed``.
-
-        Args:
-            samples: slice, or positions (int64).
-            queries: slice, or positions (int64).
-
-        Returns:
-            Part of the call; its tensors are views where slices are given.
-        """
+        """Return some samples and queries, slices or positions (int64); ``allowed`` then holds the causal rule."""
         allowed = part_of(self.allowed, samples, queries)
         if self.causal:
             place = torch.arange(self.first_query, self.first_query + self.q.shape[2], device=self.k.device)
@@ -128,14 +119,7 @@ class AttentionCall:
         return replace(self, allowed=self.allowed | (self.fully_masked & self.counted[..., None]))
 
     def scores(self, dtype: torch.dtype) -> Tensor:
-        """Return the scores z in nats, including those of forbidden keys; take a part of a large call first.
-
-        Args:
-            dtype: dtype in which to compute the scores.
-
-        Returns:
-            Scores (B, H, Lq, Lk).
-        """
+        """Return the scores z (B, H, Lq, Lk) in nats, also of forbidden keys; take a part of a large call."""
         keys = self.k.to(dtype).repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
         scores = (self.q.to(dtype) * self.scale) @ keys.transpose(2, 3)
         if self.softcap is not None:
@@ -157,6 +141,27 @@ def mask_axes(mask: Tensor, lead: torch.Size, heads: int | None = None) -> Tenso
     if len(lead) == 2 or mask.ndim <= 2:
         return mask[(None,) * (4 - mask.ndim)]
     return four_axes(mask.expand(*lead, -1, -1), heads)
+
+
+def described(
+    q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, *, scale: float | None = None, heads: int | None = None,
+    full: Tensor | None = None, fused: bool = False, **others: Any,
+) -> AttentionCall:  # fmt: skip
+    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk).
+
+    A constant that forbids a query all keys (``full``: those with the largest) swallows its scores.
+    """
+    lead = mixed.shape[:-2]
+    masks = {"allowed": None, "bias": None, "fully_masked": full if others.get("sinks") is None else None}
+    for name, mask in (masks | others).items():
+        if name in masks:
+            others[name] = mask if mask is None else mask_axes(mask, lead, heads)
+    q, k, v, mixed = (four_axes(x.detach(), heads) for x in (q, k, v, mixed))
+    if full is not None and others["fully_masked"] is not None and not (fused and q.dtype == torch.float16):
+        q = q.masked_fill(others["fully_masked"].any(-1, keepdim=True), 0)
+    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale)
+    unknown: dict[str, Any] = {"module": "", "layer": 0, "queries": None, "selected": None}
+    return AttentionCall(**(unknown | others), q=q, k=k, v=v, mixed=mixed, scale=scale)
 
 
 # Masks of external models allow every key, the keys up to the query's position, or other fixed sets.

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from semdiag.capturing import recording
 from semdiag.capturing.adapters.fused import forget_last
 from semdiag.capturing.adapters.hugging_face import attends_by_interface, intercepted_interface
 from semdiag.capturing.adapters.torch_functions import (
@@ -32,20 +34,6 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
-from semdiag.capturing.recording import (
-    Entered,
-    Mask,
-    Recorder,
-    SharedChange,
-    Watched,
-    followed,
-    modes_here,
-    put_below,
-    put_below_dispatch,
-    put_on,
-    take_off,
-    undone,
-)
 from semdiag_models import AttentionCore, Encoder, InputError
 
 _TABLES = (  # those of the hooks come last: by them the numbers are found again after an interrupt
@@ -57,15 +45,8 @@ _TABLES = (  # those of the hooks come last: by them the numbers are found again
 )
 
 
-class Hook:
+class Hook(partial[None]):
     """A hook that does nothing in copies and saved files of its module, even where semdiag is not installed."""
-
-    def __init__(self, run: Callable[..., None]) -> None:
-        self._run = run
-
-    def __call__(self, *arguments: Any) -> None:
-        """Call the function."""
-        self._run(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a function that takes anything and returns None."""
@@ -115,7 +96,7 @@ def watch_attention(
     model: nn.Module,
     consume: Callable[[AttentionCall], None],
     *,
-    mask: Mask | None = None,
+    mask: recording.Mask | None = None,
     inside: tuple[object, ...] | None = None,
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
@@ -156,27 +137,27 @@ def watch_attention(
         raise InputError(refusal(broken))
     # then modes would see nothing more, and cost 20 µs per operation
     hooked = hooked_alone(model) or attends_by_interface(model)
-    recorder = Recorder(Watched(model, consume, mask, traces=not hooked))
+    recorder = recording.Recorder(recording.Watched(model, consume, mask, traces=not hooked))
     recorder.audit.remarks.update(remarks_on(broken))
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     hooks = _Hooks(recorder, here, lent, hooked)
-    with undone() as stack:
+    with recording.undone() as stack:
         stack.enter_context(recorder.opened())
-        stack.enter_context(undone(hooks.restore))
+        stack.enter_context(recording.undone(hooks.restore))
         # First, because in after() a watch with a mask undoes what the others look at.
         stack.enter_context(hooks.held(first=mask is None))
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
         if not hooked:
             stack.enter_context(MADE_OUTSIDE_MODES.held())
-            stack.enter_context(followed(here.handed_on))
+            stack.enter_context(recording.followed(here.handed_on))
             stack.callback(_say_where, threading.current_thread())
-            stack.enter_context(undone(here.stop))
+            stack.enter_context(recording.undone(here.stop))
             here.start()
             if not (isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn.")):
                 arguments = Hooks(model, recorder.find_edges, lambda *given: None)
-                stack.enter_context(undone(arguments.remove))
+                stack.enter_context(recording.undone(arguments.remove))
                 arguments.put_on()
         if inside is not None:
             hooks.before(model, inside)
@@ -186,7 +167,7 @@ def watch_attention(
 class _Hooks:
     """What a watch does before and after each module."""
 
-    def __init__(self, recorder: Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
+    def __init__(self, recorder: recording.Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
         self._recorder, self._here, self._lent, self._hooked = recorder, here, lent, hooked
         self._unmasked: dict[AttentionCore, tuple[int, int]] = {}
         self._started, self._ended = self.before, self.after  # the same objects are registered and removed
@@ -194,15 +175,12 @@ class _Hooks:
     @contextmanager
     def held(self, first: bool) -> Iterator[None]:
         """Hook all modules; after the context, other threads remove the hooks when they finish."""
-        with undone(self._take_off):
+        with recording.undone(lambda: take_off_hooks(None, self._started, *[self._ended] * (not self._lent))):
             register_module_forward_pre_hook(self._started)  # type: ignore[arg-type]
             ended = register_module_forward_hook(self._ended, always_call=True)
             if first:
                 _global_forward_hooks.move_to_end(ended.id, last=False)  # type: ignore[attr-defined]
             yield
-
-    def _take_off(self) -> None:
-        take_off_hooks(None, self._started, *[self._ended] * (not self._lent))
 
     def restore(self) -> None:
         """Give the attention cores their masks back."""
@@ -230,7 +208,9 @@ class _Hooks:
         if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
             recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
             recorder.covered += 1
-            recorder.without_watch.append((module, take_off(self._here.watch)))  # under a mode it refuses them
+            recorder.without_watch.append(
+                (module, recording.take_off(self._here.watch))
+            )  # under a mode it refuses them
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -239,7 +219,7 @@ class _Hooks:
         if recorder.without_watch and recorder.without_watch[-1][0] is module:
             recorder.covered -= 1
             if recorder.without_watch.pop()[1]:
-                put_on(self._here.watch)
+                recording.put_on(self._here.watch)
         if recorder.leave(module) and isinstance(module, AttentionCore):
             recorder.covered -= 1
             if isinstance(output, torch.Tensor) and not recorder.covered:  # None after an exception
@@ -257,21 +237,23 @@ class _Hooks:
 class _Modes(threading.local):
     """The modes of a watch in the thread that opened it, and in other threads while they run the model."""
 
-    def __init__(self, recorder: Recorder, lent: set[int]) -> None:  # runs again in each thread
+    def __init__(self, recorder: recording.Recorder, lent: set[int]) -> None:  # runs again in each thread
         self._lent, self._recorder = lent, recorder  # lent: ids of the other threads that are running the model
         self.below = OperationWatch(recorder)
         self.watch = FunctionWatch(recorder, self.below)
         self._on = False
 
     def start(self) -> None:
-        for mode in modes_here():
-            if isinstance(mode, FunctionWatch | OperationWatch) and mode.over:  # its context was left elsewhere
+        for mode in recording.modes_here():
+            if (
+                isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.closed
+            ):  # its context was left elsewhere
                 mode.__exit__(None, None, None)
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
         if not _masks(self.watch):
-            put_below_dispatch(self.below, _masks)
-            put_below(self.watch, _masks)
+            recording.put_below(self.below, _masks)
+            recording.put_below(self.watch, _masks)
         self._on = True
 
     def stop(self) -> None:
@@ -294,7 +276,7 @@ class _Modes(threading.local):
         elif self._on:
             self.below.settle()
 
-    def handed_on(self) -> Entered | None:
+    def handed_on(self) -> recording.Entered | None:
         """Return a context for threads that get work from the model's forward pass in this thread."""
         go_on = self._recorder.handed_on()
         if go_on is None:
@@ -320,22 +302,22 @@ class _Modes(threading.local):
 
 def _say_where(opener: threading.Thread) -> None:
     """Warn if the context is left in another thread: modes can be taken off in their own thread only."""
-    if threading.current_thread() is not opener and opener.is_alive():
-        warnings.warn(
-            f"A watch that was opened in {opener.name} was closed in {threading.current_thread().name}: its modes "
-            f"stay on {opener.name}, where they record nothing, until a watch opens there again.",
-            stacklevel=2,
+    here = threading.current_thread()
+    if here is not opener and opener.is_alive():
+        text = (
+            "A watch that was opened in {0} was closed in {1}: its modes stay on {0}, where they record nothing, "
         )
+        warnings.warn(f"{text}until a watch opens there again.".format(opener.name, here.name), stacklevel=2)
 
 
 def _masks(mode: object) -> bool:
-    return isinstance(mode, FunctionWatch | OperationWatch) and mode.masking
+    return isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.masking
 
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written: a compiled graph shows nothing."""
-    with undone() as stack:
+    with recording.undone() as stack:
         if any(name in sys.modules for name in _COMPILERS):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
@@ -346,22 +328,22 @@ def _uncompiled() -> Iterator[None]:
         else:
             original = torch.compile
 
+            def restore() -> bool:
+                own = torch.compile is eager_compile
+                torch.compile = original if own else torch.compile
+                return own
+
             def eager_compile(*args: Any, **kwargs: Any) -> Any:
-                if torch.compile is eager_compile:
-                    torch.compile = original
+                if restore():
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 return original(*args, **kwargs)
 
-            def restore() -> None:
-                if torch.compile is eager_compile:
-                    torch.compile = original
-
-            stack.enter_context(undone(restore))
+            stack.enter_context(recording.undone(restore))
             torch.compile = eager_compile
         yield
 
 
-_UNCOMPILED = SharedChange(_uncompiled)
+_UNCOMPILED = recording.SharedChange(_uncompiled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -383,11 +365,8 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
     """Call ``consume`` for every block that a batch passes in the context."""
     seen: dict[str, Any] = {}
 
-    def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen[name] = inputs[0]
-
-        return hook
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, inputs, *output: seen.update({name: inputs[0]})
 
     def attended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen["middle"] = seen["stream"] + output
@@ -395,8 +374,8 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
     def ended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen["end"] = seen["middle" if encoder.config.norm == "pre" else "mlp_tokens"] + output
 
-    def finish(layer: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def finish(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, *given: Any) -> None:
             call = BlockCall(layer=layer, **seen)
             seen.clear()
             consume(call)
@@ -407,15 +386,10 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
         hooks.enter_context(watch_attention(encoder, lambda call: seen.update(attention=call)))
         for layer, block in enumerate(encoder.blocks):
             attention, expand, contract = (block.get_submodule(n) for n in ("attention", "expand", "contract"))
-            for handle in (
-                block.register_forward_pre_hook(keep("stream")),
-                attention.register_forward_pre_hook(keep("tokens")),
-                attention.register_forward_hook(attended),
-                expand.register_forward_pre_hook(keep("mlp_tokens")),
-                contract.register_forward_pre_hook(keep("hidden")),
-                contract.register_forward_hook(ended),
-                block.register_forward_hook(finish(layer)),
-            ):
+            parts = ((block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden"))
+            handles = [part.register_forward_pre_hook(keep(name)) for part, name in parts]
+            after = ((attention, attended), (contract, ended), (block, finish(layer)))
+            for handle in (*handles, *(part.register_forward_hook(hook) for part, hook in after)):
                 hooks.callback(handle.remove)
         hooks.callback(seen.clear)
         yield

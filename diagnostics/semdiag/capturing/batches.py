@@ -133,53 +133,36 @@ def without_first(batches: Iterable[Batch], count: int) -> list[Batch]:
 
 def with_tensor(batch: Batch, old: Tensor, new: Tensor) -> Batch:
     """Return the batch with one of its tensors replaced."""
-    return _map_values(batch, lambda value: new if value is old else value)
+    return _mapped(batch, lambda tensor: new if tensor is old else tensor)
 
 
 def repeated(batch: Batch, times: int) -> Batch:
     """Return a batch repeated along its samples, as a whole."""
     size = samples_of(batch)
-
-    def again(value: Any) -> Any:
-        own = isinstance(value, Tensor) and value.ndim and len(value) == size
-        return torch.cat([value] * times) if own else value
-
-    return _map_values(batch, again)
+    return _mapped(batch, lambda t: torch.cat([t] * times) if t.ndim and len(t) == size else t)
 
 
-def _map_values(batch: Batch, change: Callable[[Any], Any]) -> Batch:
-    """Apply a function to every value of a batch."""
-    if isinstance(batch, Tensor):
-        result: Batch = change(batch)
-        return result
+def _map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Apply a function to every tensor of a batch, also in dictionaries inside."""
     if isinstance(batch, Mapping):
-        return {name: _map_value(value, change) for name, value in batch.items()}
-    return tuple(_map_value(value, change) for value in batch)
+        return {name: _map_tensors(value, change) for name, value in batch.items()}
+    return change(batch) if isinstance(batch, Tensor) else batch
 
 
-def _map_value(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to a value, or to the values of a dictionary."""
-    return _map_values(value, change) if isinstance(value, Mapping) else change(value)
+def _mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
+    whole = isinstance(batch, Tensor | Mapping)
+    result: Batch = _map_tensors(batch, change) if whole else tuple(_map_tensors(value, change) for value in batch)
+    return result
 
 
 def _part(batch: Mapping[str, Any], rows: slice, whole: int) -> Batch:
     """Return some rows of every tensor with one entry per sample, and everything else unchanged."""
-
-    def own(value: Any) -> Any:
-        return value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == whole else value
-
-    return _map_values(batch, own)
+    return _mapped(batch, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == whole else tensor)
 
 
 def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
     """Move the tensors of a batch to a device; floating-point ones also to a dtype."""
-
-    def one(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device, dtype if value.is_floating_point() else None)
-
-    return _map_values(batch, one)
+    return _mapped(batch, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
 
 
 def tensors(batch: Batch) -> list[Tensor]:
@@ -258,14 +241,11 @@ def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def takes_masks(module: nn.Module) -> bool:
     """Return whether a module has a token mask among its named arguments."""
-    return not isinstance(module, torch.jit.ScriptModule) and bool({*_parameters(module)} & {*MASK_NAMES})
-
-
-def _parameters(module: nn.Module) -> tuple[str, ...]:
     try:
-        return tuple(_signature(module).parameters)
+        named = () if isinstance(module, torch.jit.ScriptModule) else _signature(module).parameters
     except (TypeError, ValueError):
-        return ()
+        return False
+    return any(name in named for name in MASK_NAMES)
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
@@ -283,12 +263,12 @@ def _of_class(kind: Any) -> inspect.Signature:
 def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenMasks | None:
     """Return the token masks among a module's arguments."""
     try:
+        names = _signature(module).parameters
         given = _signature(module).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):  # the call itself will say what is wrong
         return None
     for several in [x for x in given.values() if isinstance(x, Mapping)]:  # a dictionary of arguments, or **kwargs
         given = {**given, **several}
-    names = _parameters(module)
     both = "decoder_attention_mask" in names or {"src_key_padding_mask", "tgt_key_padding_mask"} <= {*names}
     definitive = not both and any(name in names for name in _OF_OTHER)
     if isinstance(module, nn.MultiheadAttention):

@@ -5,10 +5,11 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,24 +43,21 @@ class Tokeniser:
 
     def __call__(self, texts: Sequence[str], targets: bool = False) -> dict[str, Tensor]:
         """Tokenise texts."""
-        cut: dict[str, Any] = {
-            "truncation": self.longest is not None,
-            "max_length": self.longest,
-            "targets": targets,
-        }
+        cut = {"truncation": self.longest is not None, "max_length": self.longest}
         if self._tokenizer.pad_token is None:
             left = self._tokenizer.padding_side == "left"
-            batch = _padded(self._tokens(texts, return_attention_mask=True, **cut), left)
+            batch = _padded(self._tokens(texts, targets, return_attention_mask=True, **cut), left)
         else:
-            batch = self._tokens(texts, return_tensors="pt", padding=True, **cut)
+            batch = self._tokens(texts, targets, return_tensors="pt", padding=True, **cut)
         self._check(texts, batch)
         return _with_decoder(self._spec, batch, self._config)
 
     def _check(self, texts: Sequence[str], batch: dict[str, Tensor]) -> None:
         ids = batch["input_ids"]
         kept = batch.get("attention_mask", torch.ones_like(ids)).bool()
-        if not ids.shape[1] or not bool(kept.any(1).all()):
-            empty = 0 if not ids.shape[1] else int((~kept.any(1)).nonzero()[0])
+        some = kept.any(1)
+        if not bool(some.all()):
+            empty = int((~some).nonzero()[0])
             raise InputError(f"{self._spec}: its tokenizer makes no token of the text {texts[empty][:40]!r}.")
         largest = int(ids[kept].max())
         if self._known is not None and largest >= self._known:
@@ -87,27 +85,28 @@ class Tokeniser:
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token; for part of a character, the token's name in the vocabulary."""
-        import transformers
-
-        try:
-            with silent(transformers):
-                texts = [str(self._tokenizer.decode([each], clean_up_tokenization_spaces=False)) for each in ids]
-                names = self._tokenizer.convert_ids_to_tokens(list(ids))
-        except Exception as error:  # a configuration may ask for what no tokenizer can do
-            raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
+        with _usable(self._spec):
+            texts = [str(self._tokenizer.decode([each], clean_up_tokenization_spaces=False)) for each in ids]
+            names = self._tokenizer.convert_ids_to_tokens(list(ids))
         known = [str(each if name is None else name) for each, name in zip(ids, names, strict=True)]
         return [text if text and _UNKNOWN not in text else name for text, name in zip(texts, known, strict=True)]
 
     def _tokens(self, texts: Sequence[str], targets: bool = False, **how: Any) -> dict[str, Any]:
-        import transformers
-
         most = None if self.longest is None else _CHARACTERS * self.longest + _MARGIN
         cut = [text[:most] for text in texts]
+        with _usable(self._spec):
+            made: Any = self._tokenizer(text_target=cut, **how) if targets else self._tokenizer(cut, **how)
+        return dict(made)
+
+
+@contextmanager
+def _usable(spec: str, instead: str = "") -> Iterator[None]:
+    """Refuse a tokenizer that raises anything in the context: a configuration may ask for what none can do."""
+    with silent(transformers_for(spec)):
         try:
-            with silent(transformers):
-                return dict(self._tokenizer(text_target=cut, **how) if targets else self._tokenizer(cut, **how))
-        except Exception as error:  # a configuration may ask for what no tokenizer can do
-            raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
+            yield
+        except Exception as error:
+            raise InputError(f"{spec}: its tokenizer cannot be used ({first_line(error)}).{instead}") from error
 
 
 def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
@@ -124,13 +123,10 @@ def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
     if not has_tokenizer(folder):
         # The library would invent a tokenizer to which every word is unknown.
         raise InputError(f"{spec} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. {instead}")
-    with silent(transformers):
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:
-            raise InputError(f"{spec}: its tokenizer cannot be used ({first_line(error)}). {instead}") from error
+    with _usable(spec, f" {instead}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
@@ -214,15 +210,12 @@ class TextOptions:
 AS_THEY_ARE = TextOptions()
 
 
-@dataclass(frozen=True)
-class Texts:
+class Texts(NamedTuple):
     """Texts, with labels or targets."""
 
     texts: list[str]  # at least one
-    # class of each text, a number or a name; empty if unknown
-    labels: list[int | str] = field(default_factory=list)
-    # right output of a sequence-to-sequence model for each text; empty if unknown
-    targets: list[str] = field(default_factory=list)
+    labels: Sequence[int | str] = ()  # class of each text, a number or a name; empty if unknown
+    targets: Sequence[str] = ()  # right output of a sequence-to-sequence model for each text; empty if unknown
 
 
 def read_texts(path: Path) -> Texts:
@@ -241,16 +234,13 @@ def read_texts(path: Path) -> Texts:
         for name in _KEYS:
             if name in row:
                 columns[name].append(row[name])
-        if any(columns[name] and len(columns[name]) < number for name in _KEYS) or any(
-            len(columns[name]) == 1 < number for name in _KEYS
-        ):
+        if any(0 < len(columns[name]) < number for name in _KEYS):
             raise InputError(f"{path}, line {number}: label and target must be in every line or in none.")
     wrong = [x for x in columns["label"] if not isinstance(x, str) and not (type(x) is int and abs(x) < 2**63)]
     wrong += [x for x in columns["target"] if not isinstance(x, str)]
     if wrong:
-        raise InputError(
-            f"{path}: a label must be a whole number or a name, a target a text. Got {str(wrong[0])[:40]}."
-        )
+        what = "a label must be a whole number or a name, a target a text"
+        raise InputError(f"{path}: {what}. Got {str(wrong[0])[:40]}.")
     return Texts(columns["text"], columns["label"], columns["target"])
 
 
@@ -259,16 +249,15 @@ def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions
     tokenise = tokeniser_of(path, model, options)
     given = read_texts(path)
     labels = _classes(path, given, model, options)
-    batches: list[Batch] = []
-    for first in range(0, len(given.texts), size):
-        part = slice(first, first + size)
+    made: list[Batch] = []
+    for part in (slice(first, first + size) for first in range(0, len(given.texts), size)):
         batch: dict[str, Tensor] = tokenise(given.texts[part])
         if labels is not None:
             batch["labels"] = labels[part]
         elif given.targets:
             batch = _with_targets(tokenise, batch, given.targets[part], model.module)
-        batches.append(batch)
-    return batches
+        made.append(batch)
+    return made
 
 
 def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeniser:
@@ -294,9 +283,8 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
     if not named:
         return None
     if len(named) != len(given.texts):
-        raise InputError(
-            f"{where} has {counted(len(named), 'label')}, but {path} has {counted(len(given.texts), 'text')}."
-        )
+        texts = counted(len(given.texts), "text")
+        raise InputError(f"{where} has {counted(len(named), 'label')}, but {path} has {texts}.")
     if "labels" not in inspect.signature(model.module.forward).parameters:
         raise InputError(
             f"{where}: {type(model.module).__name__} takes no labels. Name a model with a classification head."
@@ -383,16 +371,18 @@ def cut_texts(path: Path, model: LoadedModel, first: int, texts: TextOptions) ->
 def _read(path: Path) -> Any:
     if path.suffix == ".pt":
         content = read_plain(path)
-        _check_memory(path, content)
+        for batch in content if isinstance(content, list | tuple) else (content,):
+            for tensor in batches.tensors(batch) if isinstance(batch, Tensor | Mapping | list | tuple) else ():
+                size = tensor.numel() * tensor.element_size()  # a file of a kilobyte may expand to 10¹² numbers
+                require_memory(size, f"{path}: a tensor of shape {tuple(tensor.shape)}")
         return content
     if path.suffix in (".npy", ".npz"):
         return _read_numpy(path)
     as_array = f'numpy.save("{path.stem}.npy", numpy.loadtxt("{path.name}", delimiter=",", dtype=int))'
+    table = f" A table becomes an array with: {as_array}." * (path.suffix == ".csv")
     raise InputError(
         "Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt or .jsonl for hf: models and "
-        f"models of text. Got {path.name}."
-        + f" A table becomes an array with: {as_array}."
-        * (path.suffix == ".csv")
+        f"models of text. Got {path.name}.{table}"
     )
 
 
@@ -438,15 +428,6 @@ def array_tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except TypeError:
         raise InputError(f"{path} cannot be read as an array of numbers (it holds {array.dtype}).") from None
-
-
-def _check_memory(path: Path, content: Any) -> None:
-    """Refuse tensors larger than memory: a file of a kilobyte may expand to 10¹² numbers."""
-    for batch in content if isinstance(content, list | tuple) else (content,):
-        if isinstance(batch, Tensor | Mapping | list | tuple):
-            for tensor in batches.tensors(batch):
-                size = tensor.numel() * tensor.element_size()
-                require_memory(size, f"{path}: a tensor of shape {tuple(tensor.shape)}")
 
 
 def check_member(path: Path, member: zipfile.ZipInfo) -> None:

@@ -31,7 +31,7 @@ from semdiag.capturing.call_strips import (
     strip_part,
 )
 from semdiag.capturing.rules import Keep, RandomK, Rule, SameAs, SkipTiles, TopK, TopP
-from semdiag.capturing.tile_choices import Tiles
+from semdiag.capturing.tile_choices import Table, Tiles
 from semdiag.mathematics.block_estimates import block_scores
 from semdiag_models import InputError
 
@@ -47,7 +47,10 @@ class Choice:
         self.rule, self.call = rule, call
         # Kept for their position: those so many places before and behind a query; first keys, (B or 1, Lk) bool.
         self.near, self.sinks = None, None
-        self.counts = _counts(rule, call) if isinstance(rule, TopK | RandomK) else [1] * heads  # k of each head
+        k = rule.k if isinstance(rule, TopK | RandomK) else 1
+        self.counts = [k] * heads if isinstance(k, int) else list(k)  # of each head
+        if len(self.counts) != heads:
+            raise InputError(f"{call.module} has {heads} heads; k has {len(self.counts)} numbers: {self.counts}.")
         self._block = rule.block if isinstance(rule, TopK) else 1
         # Whether the rule cannot drop a key.
         self.whole = isinstance(rule, TopK | RandomK) and min(self.counts) * self._block >= length
@@ -84,7 +87,33 @@ class Choice:
         """Whether, beside keys kept for their position, each query keeps its k largest scores."""
         rule = self.rule
         single = isinstance(rule, TopK) and rule.block == 1 and (rule.shared == "head" or self.by_position)
-        return single and self.tiles is None and self.chosen is None and self.call.selected is None
+        plain = self.tiles is None and self.chosen is None and self.call.selected is None
+        return plain and (single or isinstance(rule, TopP))
+
+    @property
+    def by_table(self) -> bool:
+        """Whether :meth:`table` gives the choice; not those of single keys that heads share, nor draws."""
+        plain = self.call.selected is None and (self.chosen is None or self._reused)
+        blocks = self._block > 1 and not self.by_position
+        return plain and (self._reused or self.tiles is not None or blocks)
+
+    def table(self) -> Table:
+        """Return which groups of keys groups of queries keep, beside keys kept for their position."""
+        queries, keys = (torch.arange(x.shape[2], device=x.device)[None] for x in (self.call.q, self.call.k))
+        if self._reused and self.chosen is not None:
+            return Table(self.chosen.to(keys.device), queries, keys)
+        if self.tiles is not None:
+            return self.tiles.table(slice(None))
+        size = (*self.call.q.shape[:3], -(-keys.shape[1] // self._block))
+        kept = torch.empty(size, dtype=torch.bool, device=keys.device)
+        for strip in self.strips():
+            free, fixed = self.allowed(strip), self.fixed(strip)
+            free = free if fixed is None else free & ~fixed
+            own = ordered(self._free(strip, self.scores(strip), free, False), self.order(strip))
+            own = F.pad(own, (0, size[3] * self._block - own.shape[3]))
+            kept[strip.samples, strip.heads, strip.queries] = torch.unflatten(own, 3, (-1, self._block)).any(-1)
+        places = keys if self._order is None else self._order.argsort(-1)
+        return Table(kept, queries, places // self._block)
 
     def strips(self, banded: bool = False) -> Iterator[Strip]:
         """Yield strips that cover the call: rows of scores, or only the keys near their queries and sinks."""
@@ -145,9 +174,8 @@ class Choice:
             own = torch.arange(r.start, r.stop, device=places.device) + call.first_query
             past = places <= own[:, None]
             return past[None, None] if allowed is None else allowed & past
-        shape = (1, 1, r.stop - r.start, len(places))
-        true = torch.ones((), dtype=torch.bool, device=places.device)
-        return true.expand(shape) if allowed is None else allowed.expand(*allowed.shape[:2], *shape[2:])
+        allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=places.device) if allowed is None else allowed
+        return allowed.expand(-1, -1, r.stop - r.start, len(places))
 
     def scores(self, strip: Strip) -> Tensor:
         """Return a strip's scores, (b, h, r, n), those of forbidden keys included."""
@@ -187,7 +215,7 @@ class Choice:
         else:
             free = allowed if fixed is None else allowed & ~fixed
             if self.tiles is not None:
-                kept = self.tiles.of_strip(strip) & allowed
+                kept = self.tiles.table(strip.heads).part(b, r, strip.keys) & allowed
             else:
                 kept = self._free(strip, scores, free, fixed is not None)
             if fixed is not None:
@@ -210,7 +238,9 @@ class Choice:
         assert isinstance(self.rule, TopK | TopP)
         scores = hide_(scores.clone() if others else scores, free)
         if isinstance(self.rule, TopP):
-            return _heaviest(scores, self.rule.p) & free
+            scores, places = scores.sort(dim=-1, descending=True, stable=True)
+            heavy = heaviest(scores, self.rule.p)
+            return torch.zeros_like(heavy).scatter_(-1, places, heavy) & free
         kept = self._ranked(self.rule, k, scores, strip)
         return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
 
@@ -220,11 +250,10 @@ class Choice:
         sets = {"head": heads, "group": heads * self.key_heads // call.q.shape[1], "layer": 1}[rule.shared]
         if sets < heads:
             several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
+            weights = several.softmax(-1)
             if call.sinks is not None:
                 sinks = call.sinks[strip.heads].to(several.dtype).view(1, sets, -1, 1, 1)
                 weights = (several - torch.logaddexp(several.logsumexp(-1, keepdim=True), sinks)).exp()
-            else:
-                weights = several.softmax(-1)
             weights, hidden = weights.nan_to_num(0).mean(2), several.amax(2) == -torch.inf
             # A weight that underflows must not become -inf, which means a hidden key.
             smallest = torch.finfo(weights.dtype).tiny
@@ -249,6 +278,12 @@ class Choice:
             drawn = torch.rand(size, generator=self._draws, dtype=torch.float64, device="cpu")
             self._drawn = (h, r), drawn.to(call.q.device, torch.float32 if call.q.device.type == "mps" else None)
         return self._drawn[1]
+
+
+def heaviest(scores: Tensor, p: float) -> Tensor:
+    """Return which of sorted scores are the fewest largest ones whose weights add up to p, never -inf."""
+    weights = scores.softmax(-1).nan_to_num(0)
+    return (weights.cumsum(-1) - weights < p) & (scores > -torch.inf)  # the weight of all keys before
 
 
 class SharedChoices:
@@ -306,22 +341,6 @@ def all_kept(choice: Choice) -> tuple[Tensor, Tensor] | None:
     some = allowed.any(-1, keepdim=True)
     kept = kept if bool(some.all()) else kept | ~some
     return kept.expand(size), allowed.expand(size)
-
-
-def _counts(rule: TopK | RandomK, call: AttentionCall) -> list[int]:
-    heads = call.q.shape[1]
-    counts = [rule.k] * heads if isinstance(rule.k, int) else list(rule.k)
-    if len(counts) != heads:
-        raise InputError(f"{call.module} has {heads} heads; k has {len(counts)} numbers: {counts}.")
-    return counts
-
-
-def _heaviest(scores: Tensor, p: float) -> Tensor:
-    """Return which scores are the fewest largest ones whose weights add up to p."""
-    ordered, places = scores.sort(dim=-1, descending=True, stable=True)
-    weights = ordered.softmax(-1).nan_to_num(0)
-    before = weights.cumsum(-1) - weights  # weight of all keys before
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, places, before < p)
 
 
 def _fixed(

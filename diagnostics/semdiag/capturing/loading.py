@@ -25,15 +25,16 @@ from semdiag_models.reading import LARGEST_TEXT, read_bytes, read_json, require_
 Place = tuple[int, str]  # id of a module, and name of its parameter
 
 
-@dataclass
 class Weights:
     """Weights that calls of ``load_state_dict`` left out; it fills while the function runs."""
 
-    unexpected: list[str] = field(default_factory=list)  # names of weights that no module took
-    # parameters without weights, with a sum that shows whether they are written later
-    _missed: dict[Place, float] = field(default_factory=dict)
-    _loaded: set[Place] = field(default_factory=set)
-    _modules: list[nn.Module] = field(default_factory=list)  # keeps modules alive, so that no id is reused
+    def __init__(self) -> None:
+        self.unexpected: list[str] = []  # names of weights that no module took
+        self._missed: dict[
+            Place, float
+        ] = {}  # parameters without weights; a sum shows whether they are written later
+        self._loaded: set[Place] = set()
+        self._modules: list[nn.Module] = []  # keeps modules alive, so that no id is reused
 
     def add(self, module: nn.Module, names: set[str], missing: list[str], unexpected: list[str]) -> None:
         """Record one call."""
@@ -51,11 +52,8 @@ class Weights:
             for name, parameter in part.named_parameters(recurse=False)
         ]
         loaded = {id(parameter) for place, _, parameter in every if place in self._loaded}
-        return [
-            name
-            for place, name, parameter in every
-            if id(parameter) not in loaded and self._missed.get(place) == _sum(parameter)
-        ]
+        left = ((place, name, parameter) for place, name, parameter in every if id(parameter) not in loaded)
+        return [name for place, name, parameter in left if self._missed.get(place) == _sum(parameter)]
 
     def described(self, model: nn.Module) -> str:
         """Return a description of what was left out; empty if nothing was."""
@@ -117,7 +115,9 @@ def imported_function(spec: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(name)
         except (Exception, SystemExit) as error:  # the user's code may do anything when imported
-            raise InputError(f"{name} cannot be imported ({_described(error)}).{_hint(error, name)}") from error
+            place = f" It is looked for in {Path.cwd().name}/, the current folder, and among installed packages."
+            missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+            raise InputError(f"{name} cannot be imported ({_described(error)}).{place * missing}") from error
     found = getattr(module, function, None)
     if not callable(found):
         own = {n for n, value in vars(module).items() if getattr(value, "__module__", "") == name}
@@ -163,14 +163,6 @@ def _current_folder_first() -> Iterator[None]:
         sys.path.remove(here)
 
 
-def _hint(error: BaseException, name: str) -> str:
-    """Return where a module was looked for, if the user's own module was not found."""
-    missing = getattr(error, "name", None)
-    if isinstance(error, ModuleNotFoundError) and missing is not None and f"{name}.".startswith(f"{missing}."):
-        return f" It is looked for in {Path.cwd().name}/, the current folder, and among installed packages."
-    return ""
-
-
 def _described(error: BaseException) -> str:
     first = (str(error).splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
@@ -205,18 +197,14 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
     if not isinstance(budget, dict):
         raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
     try:
-        return {
-            _module_call(layer): TopK(tuple(map(_whole, layer["k"])), block=_whole(budget["block"]))
-            for layer in budget["layers"]
-        }
+        block, layers = _whole(budget["block"]), budget["layers"]
+        rules = [TopK(tuple(map(_whole, layer["k"])), block=block) for layer in layers]
+        places = [(str(layer["module"]), _whole(layer["occurrence"])) for layer in layers]
+        return dict(zip(places, rules, strict=True))
     except (KeyError, TypeError, ValueError):
         raise InputError(
             f"{path}: a budget has a block and layers, each with module, occurrence and k, one number a head."
         ) from None
-
-
-def _module_call(layer: Any) -> tuple[str, int]:
-    return str(layer["module"]), _whole(layer["occurrence"])
 
 
 def _whole(value: Any) -> int:
@@ -280,16 +268,17 @@ _BESIDE = (".md", ".json", ".csv", ".py", ".toml", ".txt", ".log", ".html", ".pn
 
 def find_checkpoints(models: list[Path] | None) -> list[Path]:
     """Return the checkpoints that a command is about."""
-    if models:
-        return _each_once([file for model in models for file in _files(model)])
     folder = _folder()
-    folders = _below(folder)
-    if not folders:
+    files = [file for model in models for file in _files(model)] if models else _below(folder)
+    twice = next((file for i, file in enumerate(files) if file in files[:i]), None)
+    if twice is not None:
+        raise InputError(f"{twice} is named twice.")
+    if not files:
         raise InputError(
             f"No checkpoint in {folder}. Make one in a minute with: "
             "semdiag train even-pairs --attention topk --k 5 --epochs 5"
         )
-    return folders
+    return files
 
 
 def without_other_files(models: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -297,20 +286,6 @@ def without_other_files(models: list[Path]) -> tuple[list[Path], list[Path]]:
     others = [model for model in models if model.suffix in _BESIDE and model.is_file()]
     kept = [model for model in models if model not in others]
     return (kept, others) if kept else (models, [])
-
-
-def _each_once(files: list[Path]) -> list[Path]:
-    known: set[Path] = set()
-    for file in files:
-        if file in known:
-            raise InputError(f"{file} is named twice.")
-        known.add(file)
-    return files
-
-
-def known_runs() -> list[Path]:
-    """Return the run folders that a command is about when none is named."""
-    return [file.parent for file in _below(_folder()) if file.name == "last.pt"]
 
 
 def _folder() -> Path:
@@ -397,11 +372,7 @@ class LoadedModel:
 
     @property
     def encoder(self) -> Encoder:
-        """The model as an encoder of semdiag_models, with known parts.
-
-        Raises:
-            InputError: if it is another model; the message says what works on it.
-        """
+        """The model as an encoder of semdiag_models, with known parts; any other is refused."""
         if isinstance(self.module, Encoder):
             return self.module
         raise InputError(
@@ -411,21 +382,10 @@ class LoadedModel:
         )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
-        """Return inputs to measure on when the user names none.
+        """Return tokens (N, L), labels (N,) and their origin, to measure on when the user names none.
 
         These are the run's own held-out samples, regenerated from its seed; if the training data are unknown,
-        fresh samples of its task.
-
-        Args:
-            samples: number of samples; all, if a text has fewer windows.
-            seed: random seed for fresh samples.
-
-        Returns:
-            Tokens (N, L), labels (N,), and a description of their origin.
-
-        Raises:
-            InputError: if there are fewer samples, the task is unknown, the run's text is gone, or the model is no
-                encoder of semdiag_models.
+        fresh samples of its task, drawn with ``seed``. A text may have fewer windows than ``samples``.
         """
         config = self.encoder.config
         if self.training is not None:
@@ -447,26 +407,10 @@ class LoadedModel:
         length = min(find_task(self.task).recipe.length, config.length)
         fresh = TrainingConfig(self.task, length, 1, seed, samples, 1)
         tokens, labels = draw_data(fresh, config.length, config.pad_id)[0]
-        return (
-            tokens,
-            labels,
-            f"fresh samples of {self.task} (seed {seed}), not the model's own held-out data",
-        )
+        return tokens, labels, f"fresh samples of {self.task} (seed {seed}), not the model's own held-out data"
 
     def text_inputs(self, path: Path, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
-        """Return windows of the user's text, for a model that was trained on text.
-
-        Args:
-            path: UTF-8 text file; the model's own tokenizer cuts it into pieces.
-            samples: number of windows, drawn at random; all if there are fewer.
-            seed: random seed for the draw.
-
-        Returns:
-            Tokens (N, L), labels (N,), and a description of their origin.
-
-        Raises:
-            InputError: if the model reads no text, the file is no text, or its lines are too short.
-        """
+        """Return windows (N, L) of the user's text, their labels and origin, for a model of text."""
         if self.training is None or self.training.text is None:
             raise InputError(f"{self.path} was not trained on text: --inputs takes token ids (.npy, .npz or .pt).")
         generator = torch.Generator().manual_seed(seed)
@@ -545,18 +489,12 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     file = Path(path)
     if (file / "last.pt").exists():
         file /= "last.pt"
-    refuse_other_kinds(file, known_runs())
+    refuse_other_kinds(file, [run.parent for run in _below(_folder()) if run.name == "last.pt"])
     content, digest = read_hashed(file)
     if paper_code.recognised(content):
         encoder, description = paper_code.build(file, content, config)
-        return LoadedModel(
-            str(path),
-            digest,
-            encoder,
-            source="paper code",
-            weights_sha256=weights_sha256(encoder.state_dict()),
-            **description,
-        )
+        weights = weights_sha256(encoder.state_dict())
+        return LoadedModel(str(path), digest, encoder, "paper code", weights_sha256=weights, **description)
     if not is_checkpoint(content):
         if isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
             raise InputError(
@@ -572,21 +510,12 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     snapshot = {0: "initialisation"}.get(checkpoint.epoch, f"epoch {checkpoint.epoch}")
     if file.stem in ("last", "best"):
         snapshot = file.stem
+    training, module = checkpoint.training, checkpoint.build().with_exact_positions()
     return LoadedModel(
-        path=str(path),
-        sha256=digest,
-        module=checkpoint.build().with_exact_positions(),
-        source="semdiag",
-        snapshot=snapshot,
-        task=checkpoint.training.task_label,
-        seed=checkpoint.training.seed,
-        epoch=checkpoint.epoch,
-        training=checkpoint.training,
-        history=checkpoint.history,
-        provenance=checkpoint.provenance,
-        weights_sha256=weights_sha256(checkpoint.state),
+        str(path), digest, module, "semdiag", snapshot, training.task_label, training.seed, checkpoint.epoch,
+        training, checkpoint.history, checkpoint.provenance, weights_sha256=weights_sha256(checkpoint.state),
         recorded_weights=_recorded(file, checkpoint.recorded_weights),
-    )
+    )  # fmt: skip
 
 
 def _recorded(file: Path, inside: str) -> dict[str, str]:

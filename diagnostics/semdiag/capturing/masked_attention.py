@@ -15,8 +15,9 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products
-from semdiag.capturing.kept_keys import Choice
+from semdiag.capturing.kept_keys import Choice, heaviest
 from semdiag.capturing.recording import Inputs, Mixed, outside_all_modes, without_modes
+from semdiag.capturing.tile_choices import Table
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of
 from semdiag_models import InputError
@@ -184,22 +185,24 @@ class Thresholds(NamedTuple):
     low: Tensor
     place: Tensor
     close: Tensor  # whether the last kept and the first dropped score are within rounding of each other
+    number: Tensor | None = None  # numbers of kept keys, where they follow from the scores
 
 
 def fits_flex(choice: Choice, inputs: Inputs) -> bool:
     """Return whether a call with its rule is FlexAttention's."""
-    q = inputs[0]
-    return (
-        q.is_cuda and q.dtype != torch.float64 and q.shape[2] >= _LEAST and choice.by_threshold and len(FAILED) < 2
-    )
+    q, rule = inputs[0], choice.rule
+    able = q.is_cuda and q.dtype != torch.float64 and q.shape[2] >= _LEAST and len(FAILED) < 2
+    small = math.prod(q.shape[:3]) * choice.call.k.shape[2] <= _LARGE * getattr(rule, "block", 1)
+    return able and (choice.by_threshold or (choice.by_table and small))
 
 
 def flexible(choice: Choice, inputs: Inputs) -> Attended:
     """Return the attention by FlexAttention."""
     q, k, v = inputs
     with outside_all_modes(q.device.type):
-        layout = _layout(choice)
-        rows = None if choice.by_position else row_thresholds(choice)
+        table = choice.table() if choice.by_table else None
+        layout = _layout(choice, table)
+        rows = None if choice.by_position or table is not None else row_thresholds(choice)
         if rows is not None and layout.bare is not None and min(choice.counts) == 0:
             rows = rows._replace(low=rows.low.masked_fill(layout.bare, -torch.inf))
             rows = rows._replace(place=rows.place.masked_fill(layout.bare, choice.call.k.shape[2]))
@@ -212,7 +215,8 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
     ):
         several = q.shape[1] != k.shape[1]
         output = _flex(not FAILED)(q, k, v, modified, layout.blocks, choice.call.scale, several)
-    return Attended(Mixed(output), layout.number, None if rows is None else rows.close.sum())
+    number = layout.number if rows is None or rows.number is None else rows.number
+    return Attended(Mixed(output), number, None if rows is None else rows.close.sum())
 
 
 @cache
@@ -231,7 +235,8 @@ def row_thresholds(choice: Choice) -> Thresholds:
     order falls on the same side unless the two are within rounding. Equal scores are told apart by their position.
     """
     call, most = choice.call, max(choice.counts)
-    if call.q.is_cuda and kernels.refusal(call.q, None, most) is None:
+    p, number = getattr(choice.rule, "p", None), None
+    if p is None and call.q.is_cuda and kernels.refusal(call.q, None, most) is None:
         free = call.allowed
         if choice.near is not None or choice.sinks is not None:
             whole = Strip(
@@ -246,11 +251,20 @@ def row_thresholds(choice: Choice) -> Thresholds:
     else:
         top = torch.empty(*call.q.shape[:3], most + 1, device=call.q.device)
         order = torch.empty(*call.q.shape[:3], most, dtype=torch.int32, device=call.q.device)
+        number = None if p is None else torch.empty_like(order[..., 0])
         for strip in choice.strips():
             free, fixed = choice.allowed(strip), choice.fixed(strip)
             free = free if fixed is None else free & ~fixed
             at = strip.samples, strip.heads, strip.queries
-            top[at], order[at] = largest_scores(choice.scores(strip).masked_fill_(~free, -torch.inf), most)
+            values = choice.scores(strip).masked_fill_(~free, -torch.inf)
+            if p is None or number is None:
+                top[at], order[at] = largest_scores(values, most)
+                continue
+            values, places = F.pad(values, (0, 1), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
+            count = heaviest(values, p).sum(-1, keepdim=True)
+            at_last = (count - 1).clamp(min=0)
+            top[at] = values.gather(-1, torch.cat([at_last, count], -1))
+            order[at], number[at] = places.gather(-1, at_last).int(), count[..., 0].int()
     k = integers(*choice.counts, device=top.device)[:, None, None].expand(*top.shape[:3], 1)
     last, after = (top.gather(-1, rank)[..., 0] for rank in ((k - 1).clamp(min=0), k))
     place = order.gather(-1, (k - 1).clamp(min=0))[..., 0]
@@ -261,7 +275,7 @@ def row_thresholds(choice: Choice) -> Thresholds:
     none = k[..., 0] == 0
     high = torch.where(tied, last + 2 * near, middle).masked_fill(none, torch.inf)
     low = torch.where(tied, last - 2 * near, middle).masked_fill(none, torch.inf)
-    return Thresholds(high, low, place, (last - after <= 4 * near) & (after > -torch.inf) & ~none)
+    return Thresholds(high, low, place, (last - after <= 4 * near) & (after > -torch.inf) & ~none, number)
 
 
 def _error(call: AttentionCall) -> Tensor:
@@ -287,16 +301,18 @@ class _Layout(NamedTuple):
 _LAYOUTS: dict[tuple[Any, ...], _Layout] = {}  # the last ones of calls without a mask of their own
 
 
-def _layout(choice: Choice) -> _Layout:
+def _layout(choice: Choice, table: Table | None) -> _Layout:
     """Return the numbers of kept keys, and FlexAttention's mask: what the call allows, or positions keep of it."""
     call, rule = choice.call, choice.rule
     sinks = getattr(rule, "sinks", 0)
     key = (*choice.counts, choice.near, sinks, call.q.shape, call.k.shape[2], call.first_query, call.causal)
     key = (*key, call.q.device)
-    if call.allowed is None and key in _LAYOUTS:
+    cached = call.allowed is None and table is None
+    if cached and key in _LAYOUTS:
         return _LAYOUTS[key]
     length, k = call.k.shape[2], integers(*choice.counts, device=call.q.device)[:, None].int()
-    step = max(1, _AT_ONCE // (length * len(call.q)) // _BLOCK) * _BLOCK
+    heads = 1 if table is None else table.kept.shape[1]
+    step = max(1, _AT_ONCE // (length * len(call.q) * heads) // _BLOCK) * _BLOCK
     numbers, bares, some, every = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for start in range(0, call.q.shape[2], step):
         rows = slice(start, min(start + step, call.q.shape[2]))
@@ -304,9 +320,15 @@ def _layout(choice: Choice) -> _Layout:
         seen, fixed = choice.allowed(strip), choice.fixed(strip)
         keys = counted(seen)
         fixed = None if fixed is None else fixed & seen
-        number = k.minimum(keys) if fixed is None else counted(fixed) + k.minimum(keys - counted(fixed))
+        if table is not None:
+            kept = table.part(slice(None), rows, slice(None)) & seen
+            fixed = kept if fixed is None else fixed | kept
+        chosen = choice.by_position or table is not None
+        number = (
+            k.minimum(keys) if fixed is None else counted(fixed) + k.minimum(keys - counted(fixed)) * (not chosen)
+        )
         without = number == 0  # a query without any key keeps all
-        if choice.by_position and fixed is not None:
+        if chosen and fixed is not None:
             seen = fixed | (seen & without[..., None])
         numbers.append(torch.where(without, keys, number))
         bares.append(without)
@@ -315,7 +337,7 @@ def _layout(choice: Choice) -> _Layout:
         inside = inside.sum((3, 5), dtype=torch.int32)
         some.append((inside > 0) & (inside < _BLOCK**2))
         every.append(inside == _BLOCK**2)
-    bare = None if call.allowed is None else torch.cat(bares, 2)
+    bare = None if cached else torch.cat(bares, 2)
     from torch.nn.attention.flex_attention import BlockMask
 
     partly, wholly = _listed(torch.cat(some, 2)), _listed(torch.cat(every, 2))
@@ -325,11 +347,11 @@ def _layout(choice: Choice) -> _Layout:
         wholly[0],
         wholly[1],
         BLOCK_SIZE=_BLOCK,
-        mask_mod=_mask_mod(choice, bare),
+        mask_mod=_mask_mod(choice, bare, table),
         seq_lengths=(call.q.shape[2], length),
     )
     found = _Layout(torch.cat(numbers, 2), bare, blocks)
-    if call.allowed is None:
+    if cached:
         while len(_LAYOUTS) >= 8:
             del _LAYOUTS[next(iter(_LAYOUTS))]
         _LAYOUTS[key] = found
@@ -346,19 +368,28 @@ def _at(values: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return None if values is None else part_of(values, slice(None), slice(None)).expand(shape)  # type: ignore[union-attr]
 
 
-def _mask_mod(choice: Choice, bare: Tensor | None) -> Callable[..., Tensor]:
+def _mask_mod(choice: Choice, bare: Tensor | None, table: Table | None) -> Callable[..., Tensor]:
     """Return FlexAttention's function of positions: whether a query may see a key."""
     call = choice.call
     size, causal = (*call.q.shape[:3], call.k.shape[2]), call.causal
     allowed, near = _at(call.allowed, size), _near(choice)
-    positions = near if choice.by_position else None
+    positions = near if choice.by_position or table is not None else None
+    kept, rows, columns = (None,) * 3 if table is None else table
+    if kept is not None and rows is not None and columns is not None:
+        kept = kept.expand(*size[:2], -1, -1)
+        rows, columns = (x.expand(size[0], -1).contiguous() for x in (rows, columns))
     first = integers(call.first_query, device=call.q.device)
     everything = None if bare is None else bare.expand(size[:3])
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = k >= 0
-        if positions is not None:
-            seen = positions(b, q, k) if everything is None else positions(b, q, k) | everything[b, h, q]
+        if kept is not None and rows is not None and columns is not None:
+            seen = kept[b, h, rows[b, q], columns[b, k]]
+            seen = seen if positions is None else seen | positions(b, q, k)
+        elif positions is not None:
+            seen = positions(b, q, k)
+        if everything is not None and (kept is not None or positions is not None):
+            seen = seen | everything[b, h, q]
         if causal:
             seen = seen & (k <= q + first[0])
         return seen if allowed is None else seen & allowed[b, h, q, k]

@@ -30,13 +30,9 @@ def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
 def own_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
     """Return this part if the batch axis holds several rows per sample; the keys show their order."""
     times = len(call.q) // max(1, len(mask))
-    if times < 2:
-        return None
-    fitting: list[Tensor] = []
-    for rows in (mask.repeat_interleave(times, 0), mask.repeat(times, 1)):
-        own = own_part(rows, call)
-        if own is not None and true_of_keys(rows, own, call):
-            fitting.append(own)
+    orders = (mask.repeat_interleave(times, 0), mask.repeat(times, 1)) if times > 1 else ()
+    parts = ((rows, own_part(rows, call)) for rows in orders)
+    fitting = [own for rows, own in parts if own is not None and true_of_keys(rows, own, call)]
     return fitting[0] if fitting and all(torch.equal(own, fitting[0]) for own in fitting) else None
 
 
@@ -55,17 +51,6 @@ def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
     return not bool((by_some[:, :length] & ~mask).any()) or (
         length < keys and bool((by_some[:, keys - length :] == mask).all())
     )
-
-
-def none_without_keys(queries: Tensor, call: AttentionCall) -> bool:
-    """Return whether every real query, (B, Lq) bool, sees some key."""
-    seen = call.part().allowed
-    return seen is None or not bool((queries & ~seen.any(3).any(1)).any())
-
-
-def are_learned(call: AttentionCall) -> bool:
-    """Return whether the queries are learned rather than tokens: equal in two samples with different keys."""
-    return len(call.q) > 1 and _alike(call.q) and not _alike(call.k)
 
 
 def _alike(rows: Tensor) -> bool:
@@ -159,9 +144,7 @@ class Padding:
     @property
     def _running(self) -> list[TokenMasks | None]:
         """Masks of the running modules of this thread, the innermost last."""
-        if not hasattr(self._threads, "running"):
-            self._threads.running = []
-        running: list[TokenMasks | None] = self._threads.running
+        running: list[TokenMasks | None] = vars(self._threads).setdefault("running", [])
         return running
 
     @contextmanager
@@ -237,7 +220,8 @@ class Padding:
         call = replace(call, queries=queries)
         if remark is not None:
             audit.remarks[Remark(call.module, remark, code)] += 1
-        if _averages(call):
+        full = call.fully_masked
+        if full is not None and bool((full.any(-1) & call.counted).any()):  # a query that counts
             audit.remarks[Remark(call.module, AVERAGED, "fully-masked")] += 1
         return call.averaged()
 
@@ -261,9 +245,10 @@ class Padding:
     def queries(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
         """Return which queries of a call are real, and a remark; None for either."""
         own, remark = self._by_masks(call)
-        if own is not None and not bool(own.all()) and are_learned(call):
-            return None, None
-        return own, remark
+        # Learned queries are no tokens: they are equal in two samples with different keys.
+        padded = own is not None and not bool(own.all())
+        learned = padded and len(call.q) > 1 and _alike(call.q) and not _alike(call.k)
+        return (None, None) if learned else (own, remark)
 
     def _by_masks(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
         """Return the result of :meth:`queries` by the masks of running modules, the innermost first."""
@@ -292,21 +277,14 @@ class Padding:
             if own is None:
                 remark = "a mask with axes other than tokens was given: padded queries cannot be told apart"
             return own, remark
-        if remark is None and not crossing:
-            remark = self._unmarked_padding(call)
+        marked = any(masks is None or masks.definitive for masks in self._running)
+        end = padded_end(call) if remark is None and not (crossing or marked) else None
+        if end is not None:  # no token mask was given, but keys look like padding
+            remark = (
+                f"the {end} keys of some samples are hidden from all queries: if they are padding, their own "
+                "queries count all the same; say which tokens are real with real="
+            )
         return None, remark
-
-    def _unmarked_padding(self, call: AttentionCall) -> str | None:
-        """Return a remark if no token mask was given but keys look like padding; else None."""
-        if any(masks is None or masks.definitive for masks in self._running):
-            return None
-        end = padded_end(call)
-        if end is None:
-            return None
-        return (
-            f"the {end} keys of some samples are hidden from all queries: if they are padding, their own queries "
-            "count all the same; say which tokens are real with real="
-        )
 
 
 def _begins_bare(module: nn.Module, masks: TokenMasks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -320,12 +298,6 @@ def _begins_bare(module: nn.Module, masks: TokenMasks, args: tuple[Any, ...], kw
     first = ids[:, 0] == pad
     left = first & (ids != pad).any(1)  # a step of a generation has padding alone where a sample has ended
     return bool(left.any()) and not bool(first.all())
-
-
-def _averages(call: AttentionCall) -> bool:
-    """Return whether a query that counts is fully masked."""
-    full = call.fully_masked
-    return full is not None and bool((full.any(-1) & call.counted).any())
 
 
 def _of_queries(
@@ -366,7 +338,8 @@ def _read_by_keys(
             continue
         if reading is mask:
             return queries, None
-        if none_without_keys(queries, call):
+        seen = call.part().allowed
+        if seen is None or not bool((queries & ~seen.any(3).any(1)).any()):  # every real query sees some key
             return queries, f"{name} is read as true for padding, which the keys confirm"
     return None, None
 

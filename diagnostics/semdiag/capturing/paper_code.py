@@ -15,28 +15,15 @@ _BLOCK = "encoder.transformer.{}."
 _MARK = _BLOCK.format(0) + "attention.W_q.weight"
 _POSITIONS = "pos_encoder.pe"
 # Parameters whose shapes give the model's size, and their number of axes.
-_AXES = {
-    "embedding.weight": 2,
-    "linear.weight": 2,
-    _POSITIONS: 3,
-    _BLOCK.format(0) + "ffn.0.weight": 2,
-    _MARK: 2,
-}
+_MATRICES = ("embedding.weight", "linear.weight", _BLOCK.format(0) + "ffn.0.weight", _MARK)
+_AXES = dict.fromkeys(_MATRICES, 2) | {_POSITIONS: 3}
 _MASKS = {"none": "full", "windowed": "banded", "blklocal": "block", "topk": "topk", "botk": "bottomk"}
-_REFUSED = {  # reason by mask
-    "rnd": "draws its random mask anew in every forward pass, so there is no single model to measure",
-}
+_RANDOM = "draws its random mask anew in every forward pass, so there is no single model to measure"
 # Keys in file names of checkpoints, and the entries of their configuration.
 _IN_NAME = {
-    "nheads": "n_heads",
-    "mask": "mask_type",
-    "mask_size": "mask_size",
-    "ngtk": "ngtk",
-    "inv_temp": "inv_temp",
-    "mlpa": "activation",
-    "seed": "seed",
-    "nocls": "nocls",
-}
+    "nheads": "n_heads", "mask": "mask_type", "mask_size": "mask_size", "ngtk": "ngtk", "inv_temp": "inv_temp",
+    "mlpa": "activation", "seed": "seed", "nocls": "nocls",
+}  # fmt: skip
 
 
 def recognised(content: object) -> bool:
@@ -74,9 +61,8 @@ def _check_tensors(path: Path, state: dict[str, Any]) -> None:
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
             raise InputError(f"{path} holds no tensor {name!r}: it is not a whole checkpoint of the paper's code.")
         if tensor.ndim != _AXES.get(name, tensor.ndim) or not tensor.numel():
-            raise InputError(
-                f"{path}: {name!r} has shape {tuple(tensor.shape)}, which does not fit the paper's code."
-            )
+            shape = tuple(tensor.shape)
+            raise InputError(f"{path}: {name!r} has shape {shape}, which does not fit the paper's code.")
     positions, width = tuple(state[_POSITIONS].shape), state["embedding.weight"].shape[1]
     if positions != (1, positions[1], width):
         raise InputError(f"{path}: {_POSITIONS!r} has shape {positions}, which does not fit the width {width}.")
@@ -108,7 +94,7 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
     size, heads = known["mask_size"], known["n_heads"]
     mask = "none" if size == -1 else str(known["mask_type"])
     if mask not in _MASKS:
-        why = _REFUSED.get(mask, f"uses mask {mask!r}")
+        why = _RANDOM if mask == "rnd" else f"uses mask {mask!r}"
         raise InputError(f"{path} {why}. Supported are the masks {', '.join(_MASKS)}.")
     cls = str(known.get("nocls", True)) != "True"
     if not isinstance(heads, int) or heads < 1:
@@ -158,9 +144,8 @@ def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor
                 ours[f"{block}expand.{part}"] = state[f"{theirs}ffn.0.{part}"]
                 ours[f"{block}contract.{part}"] = state[f"{theirs}ffn.3.{part}"]
     except KeyError as error:
-        raise InputError(
-            f"{path} lacks parameter {error}: it is not a whole checkpoint of the paper's code."
-        ) from None
+        why = f"lacks parameter {error}: it is not a whole checkpoint of the paper's code"
+        raise InputError(f"{path} {why}.") from None
     except RuntimeError:
         raise InputError(f"{path}: the shapes of its W_q, W_k and W_v do not fit each other.") from None
     return ours

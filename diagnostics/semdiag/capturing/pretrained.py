@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
@@ -56,8 +56,11 @@ def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> N
 
     hook = register_module_parameter_registration_hook(count)
     try:
+        transformers = transformers_for(spec)
+        auto, places = transformers.AutoModel, {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(weights[0].parent, **places)
         with torch.device("meta"):
-            _build(kind, weights[0].parent)
+            (kind.from_config if kind is auto else kind)(config)
     except _TooLargeError:
         raise InputError(
             f"{spec}: its config.json describes a model of more than {allowed:,} parameters, but its files hold "
@@ -67,18 +70,6 @@ def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> N
         return
     finally:
         hook.remove()
-
-
-def _build(kind: Any, folder: Path) -> None:
-    """Build the model without its weights."""
-    import transformers
-
-    auto: Any = transformers.AutoModel
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if kind is auto:
-        kind.from_config(config)
-    else:
-        kind(config)
 
 
 def quantised_tensor(weights: Sequence[Path]) -> str:
@@ -97,7 +88,9 @@ def _shapes(path: Path) -> list[tuple[int, ...]]:
         shapes = [tuple(entry["shape"]) for entry in _header(path).values()]
     except (KeyError, TypeError):
         return []
-    return shapes if all(map(_is_shape, shapes)) else []
+    # A shape is whole numbers whose product a file can address.
+    whole = all(type(length) is int and length >= 0 for shape in shapes for length in shape)
+    return shapes if whole and all(math.prod(shape) < 2**63 for shape in shapes) else []
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
@@ -125,11 +118,6 @@ def read_header(path: Path, file: BufferedReader) -> Any:
     return json.loads(file.read(size))
 
 
-def _is_shape(shape: tuple[Any, ...]) -> bool:
-    """Return whether a tuple is a shape: whole numbers whose product a file can address."""
-    return all(type(length) is int and length >= 0 for length in shape) and math.prod(shape) < 2**63
-
-
 def _numbers(config: dict[str, Any], depth: int = 5) -> list[tuple[str, int]]:
     """Return the whole numbers of a configuration by name, nested ones included."""
     own = [(name, value) for name, value in config.items() if isinstance(value, int)]
@@ -150,15 +138,16 @@ def find_folder(spec: str) -> Path:
     folder = Path(name)
     package, *inside = folder.parts or ("",)
     if not folder.is_dir() and package.isidentifier():
-        try:
+        with suppress(ValueError, ImportError):  # for __main__, or a package that is being imported
             installed = find_spec(package)
-        except (ValueError, ImportError):  # for __main__, or a package that is being imported
-            installed = None
-        places = list(installed.submodule_search_locations or ()) if installed is not None else []
-        folder = next((p for p in (Path(place, *inside) for place in places) if p.is_dir()), folder)
+            places = [] if installed is None else list(installed.submodule_search_locations or ())
+            folder = next((p for p in (Path(place, *inside) for place in places) if p.is_dir()), folder)
     if not folder.is_dir():
+        why = f"there is no folder {name}"
+        if folder.is_file():
+            why = f"{name} is a file in the folder hf:{folder.parent}"
         raise InputError(
-            f"{spec}: {_why_no_folder(folder, name)}. Models are read from disk and never downloaded: name a "
+            f"{spec}: {why}. Models are read from disk and never downloaded: name a "
             f"folder that model.save_pretrained() or hf download --local-dir wrote{_copy_in_cache(name)}."
         )
     if (folder / "adapter_config.json").exists():
@@ -178,11 +167,6 @@ def check_files(folder: Path) -> None:
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if not file.is_dir():
             open_file(file).close()
-
-
-def _why_no_folder(path: Path, name: str) -> str:
-    """Return what is at the path instead of a folder."""
-    return f"{name} is a file in the folder hf:{path.parent}" if path.is_file() else f"there is no folder {name}"
 
 
 def _copy_in_cache(name: str) -> str:
@@ -211,27 +195,18 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
     with silent(transformers):
         check_sizes(spec, config, weights, kind)
         try:
+            offline = {"local_files_only": True, "trust_remote_code": False}
+            config = transformers.AutoConfig.from_pretrained(folder, **offline)
+            for part in (config, *vars(config).values()):
+                if isinstance(part, transformers.PreTrainedConfig):
+                    vars(part).pop("quantization_config", None)  # a record of quantised weights
             model, report = kind.from_pretrained(
-                folder,
-                config=_plain_config(transformers, folder),
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+                folder, config=config, use_safetensors=True, output_loading_info=True, **offline
+            )  # fmt: skip
         except Exception as error:  # the library's readers raise anything
             raise InputError(f"{spec} cannot be loaded ({first_line(error)}).") from error
     _check_complete(spec, report, model)
     return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
-
-
-def _plain_config(transformers: Any, folder: Path) -> Any:
-    """Return the folder's configuration without its record of quantised weights."""
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    for part in (config, *vars(config).values()):
-        if isinstance(part, transformers.PreTrainedConfig):
-            vars(part).pop("quantization_config", None)
-    return config
 
 
 def _weights_of(spec: str, folder: Path, kind: type) -> list[Path]:

@@ -19,26 +19,11 @@ from torch.autograd.function import FunctionMeta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from semdiag.capturing import recording
 from semdiag.capturing.adapters.fused import CachedKeys, cached_keys, watched_caches
-from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.provenance.operations import OperationWatch, plan_of, python_kernel
 from semdiag.capturing.provenance.tags import address
-from semdiag.capturing.recording import (
-    Recorder,
-    SharedChange,
-    Watched,
-    followed,
-    in_backward,
-    in_transform,
-    is_followed,
-    is_of_pool,
-    modes_here,
-    replaced,
-    take_off,
-    take_off_dispatch,
-    without_modes,
-)
 
 
 class _Running(threading.local):
@@ -92,27 +77,25 @@ def _recorded(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-OWN_GRADIENTS = SharedChange(lambda: replaced(FunctionMeta, "__getattribute__", _found))
-
-
-class _Function(torch.autograd.Function):
-    seen: "list[str | None]"
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        _Function.seen.append(own_backward())
-        return x.clone()
+OWN_GRADIENTS = recording.SharedChange(lambda: recording.replaced(FunctionMeta, "__getattribute__", _found))
 
 
 def _own_gradients() -> bool:
     """Return whether a Function is seen while it runs with gradients, and only then."""
-    x, _Function.seen = torch.zeros(1, device="cpu", requires_grad=True), []
+    seen: list[str | None] = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen.append(own_backward())
+            return x.clone()
+
+    x = torch.zeros(1, device="cpu", requires_grad=True)
     with OWN_GRADIENTS.held():
-        _Function.apply(x)
+        Identity.apply(x)
         with torch.no_grad():
-            _Function.apply(x)
-        _Function.seen.append(own_backward())
-    return _Function.seen == ["_Function", None, None]
+            Identity.apply(x)
+    return [*seen, own_backward()] == ["Identity", None, None]
 
 
 def _checkpoints() -> bool:
@@ -135,11 +118,11 @@ def _checkpoints() -> bool:
 
 def _backward_passes() -> bool:
     """Return whether a backward pass is recognised, and nothing else."""
-    seen, x = [in_backward()], torch.zeros(1, device="cpu", requires_grad=True)
+    seen, x = [recording.in_backward()], torch.zeros(1, device="cpu", requires_grad=True)
     y = x.clone()
-    y.register_hook(lambda grad: seen.append(in_backward()))  # type: ignore[no-untyped-call]
+    y.register_hook(lambda grad: seen.append(recording.in_backward()))  # type: ignore[no-untyped-call]
     torch.autograd.grad(y.sum(), x)
-    return [*seen, in_backward()] == [False, True, False]
+    return [*seen, recording.in_backward()] == [False, True, False]
 
 
 def _transforms() -> bool:
@@ -147,11 +130,11 @@ def _transforms() -> bool:
     x, seen = torch.zeros(1, device="cpu"), []
 
     def row_seen(row: Tensor) -> Tensor:
-        seen.append(in_transform(row))
+        seen.append(recording.in_transform(row))
         return row
 
     torch.vmap(row_seen)(x)
-    return [*seen, in_transform(x)] == [True, False]
+    return [*seen, recording.in_transform(x)] == [True, False]
 
 
 class _Kinds(TorchDispatchMode):
@@ -177,31 +160,23 @@ def _operators() -> bool:
         "exponential": (lambda: x.exp(), lambda: x.clone().exp_(), lambda: 2**x, lambda: x.exp2()),
         "fused": (lambda: F.scaled_dot_product_attention(x, x, x),),
     }
-    for kind, several in runs.items():
-        for run in several:
-            with _Kinds() as mode, torch.no_grad():
-                run()
-            if kind not in mode.kinds and not (kind == "fused" and "softmax" in mode.kinds):
-                return False
+    for kind, run in ((kind, run) for kind, several in runs.items() for run in several):
+        with _Kinds() as mode, torch.no_grad():
+            run()
+        if kind not in mode.kinds and not (kind == "fused" and "softmax" in mode.kinds):
+            return False
     return True
-
-
-class _Composites(OperationWatch):  # type: ignore[no-untyped-call]
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
-        self.kinds: list[str] = []
-
-    def _look(self, plan: Any, *args: Any) -> AttentionCall | None:
-        self.kinds.append(plan.kind)
-        return None
 
 
 def _composites() -> bool:
     """Return whether the parts of an operator are seen in inference mode, where autograd does not split it."""
-    with _Composites(Recorder(Watched(nn.Identity(), lambda call: None))) as mode, torch.inference_mode():
+    kinds: set[str] = set()
+    watch: Any = OperationWatch(recording.Recorder(recording.Watched(nn.Identity(), lambda call: None)))
+    watch._look = lambda plan, *args: kinds.add(plan.kind)
+    with watch, torch.inference_mode():
         x = torch.zeros(1, 1, 2, 2, device="cpu")
         torch.matmul(x, x).softmax(-1)
-    return "product" in mode.kinds and "softmax" in mode.kinds
+    return {"product", "softmax"} <= kinds
 
 
 @cache
@@ -249,18 +224,18 @@ def _modes() -> bool:
 
     def state() -> list[object]:
         flags = [x for name, x in sorted(vars(module).items()) if isinstance(x, bool)]
-        return [*flags, modes_here()]
+        return [*flags, recording.modes_here()]
 
     before, lower, upper = state(), _Kinds(), _Kinds()
     function_lower, function_upper = _Names(), _Names()
     modes: tuple[Any, ...] = (lower, upper, function_lower, function_upper)
     for mode in modes:
         mode.__enter__()
-    below, seen = modes_here(), (upper.kinds, function_upper.names)
-    take_off_dispatch(lower)
-    take_off(function_lower)
+    below, seen = recording.modes_here(), (upper.kinds, function_upper.names)
+    recording.take_off(lower)
+    recording.take_off(function_lower)
     torch.zeros(1, device="cpu").exp()
-    removed = modes_here() == [mode for mode in below if mode not in (lower, function_lower)]
+    removed = recording.modes_here() == [mode for mode in below if mode not in (lower, function_lower)]
     for mode in (modes[3], modes[1]):
         mode.__exit__(None, None, None)
     return removed and all(seen) and not lower.kinds and not function_lower.names and state() == before
@@ -277,17 +252,17 @@ def _threads() -> bool:
     seen = list[bool]()
 
     def work() -> None:
-        seen.append(is_followed())
+        seen.append(recording.is_followed())
 
     with ThreadPoolExecutor(1) as pool:
-        with followed(lambda: nullcontext):
+        with recording.followed(lambda: nullcontext):
             thread = threading.Thread(target=work)
             thread.start()
             thread.join()
             pool.submit(work).result()
         pool.submit(work).result()
-        pools = is_of_pool(threading.Thread(target=ThreadPool.__init__)) and all(map(is_of_pool, pool._threads))
-        return pools and seen == [True, True, False]
+        every = (threading.Thread(target=ThreadPool.__init__), *pool._threads)
+        return all(map(recording.is_of_pool, every)) and seen == [True, True, False]
 
 
 def _caches() -> bool:
@@ -341,10 +316,8 @@ def broken_parts(model: nn.Module) -> list[str]:
 
 def remarks_on(broken: Iterable[str]) -> list[Remark]:
     """Return a remark on each broken part."""
-    return [
-        Remark("", f"{_said(part)}: what is measured may be wrong or incomplete", "private-part")
-        for part in broken
-    ]
+    text = "{}: what is measured may be wrong or incomplete"
+    return [Remark("", text.format(_said(part)), "private-part") for part in broken]
 
 
 def refusal(broken: Iterable[str]) -> str:
@@ -368,12 +341,8 @@ def _failed(names: tuple[str, ...], versions: str) -> tuple[str, ...]:
 
 def works(probe: Callable[[], bool]) -> bool:
     """Return the result of a probe, without anything that the caller has switched on."""
-    with (
-        without_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
+    cast = torch.autocast("cpu", enabled=False)
+    with recording.without_modes(), torch.inference_mode(False), torch.enable_grad(), cast:
         try:
             return probe()
         except Exception:

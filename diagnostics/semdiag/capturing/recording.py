@@ -1,4 +1,4 @@
-"""What all mechanisms share: running modules, recorded calls, modes and threads, and how masks are read."""
+"""What all mechanisms share: running modules, recorded calls, modes and threads."""
 
 import _thread
 import contextlib
@@ -25,24 +25,10 @@ from torch.utils._python_dispatch import (
 )
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.audit import Audit, Captured, Remark, Skipped, failure
+from semdiag.capturing.audit import NUMBERS_DIFFER, Audit, Captured, Remark, Skipped, bare_blocks, failure, remarks
 from semdiag_models import AttentionCore
 
-_STEEP = -1000.0  # biases below this get a remark
-_FAINT = math.log(1e-9)  # so do biases that lower a key's weight by this factor
 NOTHING = "has no query or no key: there is nothing to measure"
-NUMBERS_DIFFER = (
-    "its number of calls in a forward pass depends on the input (windows, chunks): rows of several inputs are "
-    "pooled by the order of the calls, although the same occurrence may be another part of each input"
-)
-PREFIXED = (
-    "keys precede the first token that was seen: if they are virtual tokens (a prefix) and not earlier text, they "
-    "count as keys, and the first key and sinks are theirs"
-)
-PADDED_WINDOWS = (
-    "its batch axis holds several rows per sample, and tokens at the end of the last row are all alike: if these "
-    "are windows padded to a common size, the padding counts as queries and keys"
-)
 TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors have no values of their own"
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values with their gradients
 
@@ -56,6 +42,7 @@ class Mixed(NamedTuple):
 # From a call that is about to run, and its inputs if its function may be replaced, to its kept keys, bool
 # (B, H, Lq, Lk), or to the output with these keys; None: all keys.
 Mask = Callable[[AttentionCall, Inputs | None], Tensor | Mixed | None]
+Consume = Callable[[AttentionCall], None]
 # recorders of this thread or async task
 _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())
 
@@ -63,13 +50,7 @@ _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())
 class Watched:
     """State of a watch that all threads share."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        consume: Callable[[AttentionCall], None],
-        mask: "Mask | None" = None,
-        traces: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, consume: Consume, mask: Mask | None = None, traces: bool = True) -> None:
         self.traces = traces  # whether operations are traced by modes
         named = [(name.replace("_orig_mod", "").strip("."), module) for name, module in model.named_modules()]
         self.model, self.consume, self.mask = model, consume, mask
@@ -88,10 +69,7 @@ class Watched:
         self.failure: BaseException | None = None
 
     def find_parameters(self, inputs: tuple[object, ...] = ()) -> None:
-        """Note where the model's parameters and constants are now; a caller may have put others in their place.
-
-        Constants are buffers, tensors that modules hold, and the only square input: it may be a graph's edges.
-        """
+        """Note where parameters and constants are now: buffers, tensors of modules, a square input (edges)."""
         if not self.traces:
             return
         trained, buffers = (
@@ -169,7 +147,8 @@ class Recorder(threading.local):
         if name is None:
             self.foreign += not self.running
             return False
-        if not (self.running or self._is_meant(module)):
+        here = [] if self.running else [r for r in _OPEN.get() if id(module) in r.names and not r.closed]
+        if here and self not in here:  # the call is for another watch, opened here
             return False
         self.foreign = 0
         if module is self._watched.model or not self.running:  # also resets after an interrupted forward pass
@@ -187,11 +166,6 @@ class Recorder(threading.local):
         with torch._C.DisableTorchFunction():
             self._watched.find_parameters((*inputs, *named.values()))
 
-    def _is_meant(self, module: nn.Module) -> bool:
-        """Return whether a call in this thread or task is for this watch, not for another one opened here."""
-        own = [r for r in _OPEN.get() if id(module) in r.names and not r._watched.closed]
-        return not own or self in own
-
     def leave(self, module: nn.Module) -> bool:
         """Note the end of a module; return whether it belongs to the model and had started."""
         name = self.names.get(id(module))
@@ -202,17 +176,13 @@ class Recorder(threading.local):
             self.shapes.pop()
         self.shapes.pop()
         if not self.running:
-            self._note_numbers()
+            with self._watched.lock:
+                for called, number in self._calls.items():
+                    if self._watched.numbers.setdefault(called, number) != number:
+                        self.remark(NUMBERS_DIFFER, called)
         return True
 
-    def _note_numbers(self) -> None:
-        """Note modules that ran more or less often in this forward pass than in an earlier one."""
-        with self._watched.lock:
-            for module, number in self._calls.items():
-                if self._watched.numbers.setdefault(module, number) != number:
-                    self.audit.remarks[Remark(module, NUMBERS_DIFFER)] += 1
-
-    @contextlib.contextmanager
+    @contextmanager
     def opened(self) -> Iterator[None]:
         """Record what this thread or task runs in the context, and what threads without their own watch run."""
         with undone(self._close):
@@ -228,9 +198,9 @@ class Recorder(threading.local):
         ran = self._watched.ran
         known = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
         if "" in ran and not known:
-            self.audit.remarks[Remark("", "no softmax attention was seen while the model ran")] += 1
-        for name, text in _bare_blocks(self._watched.model, ran, known):
-            self.audit.remarks[Remark(name, text)] += 1
+            self.remark("no softmax attention was seen while the model ran", "")
+        for name, text in bare_blocks(self._watched.model, ran, known):
+            self.remark(text, name)
 
     def handed_on(self) -> Callable[[], bool] | None:
         """Return a function with which another thread takes over the running modules; None if nothing runs."""
@@ -248,7 +218,7 @@ class Recorder(threading.local):
 
         return go_on
 
-    @contextlib.contextmanager
+    @contextmanager
     def covering(self) -> Iterator[None]:
         """Record nothing in the context: the caller records the whole."""
         self.covered += 1
@@ -265,14 +235,9 @@ class Recorder(threading.local):
             return
         with self._watched.lock, outside_all_modes(call.q.device.type):
             call = self._placed(call, module, self._calls)
-            if call.first_query + call.keys_before and module not in self._watched.numbers and not call.occurrence:
-                self.audit.remarks[Remark("", PREFIXED)] += 1
-            samples = next((shape[0] for shape in self.shapes if shape), len(call.q))
-            if samples < len(call.q) and _ends_alike(call):
-                self.audit.remarks[Remark("", PADDED_WINDOWS)] += 1
             self.audit.captured[Captured(module, call.mechanism)] += 1
-            for text in _remarks(call, self.shapes[-1] if self.shapes else ()):
-                self.audit.remarks[Remark(module, text)] += 1
+            first = module not in self._watched.numbers and not call.occurrence
+            self.audit.remarks.update(remarks(call, self.shapes, first))
             try:
                 self._watched.consume(call)
             except BaseException as error:
@@ -299,6 +264,10 @@ class Recorder(threading.local):
         q, k = (x if x.shape[3] else x.new_zeros(()).expand(*x.shape[:3], 1) for x in (call.q, call.k))
         return replace(call, q=q, k=k, module=module, layer=layer, occurrence=occurrence)
 
+    def remark(self, text: str, module: str | None = None) -> None:
+        """Note what readers should know of a module, by default the running one."""
+        self.audit.remarks[Remark(self.module if module is None else module, text)] += 1
+
     def skip(self, operation: str, reason: str, module: str | None = None) -> None:
         """Note an operation that looks like attention and is not captured."""
         with self._watched.lock:
@@ -316,17 +285,12 @@ def runs_masked(model: nn.Module) -> bool:
     return any(r.masking and not r.closed and any(id(m) in r.names for m in model.modules()) for r in _OPEN.get())
 
 
-@contextlib.contextmanager
+@contextmanager
 def outside_all_modes(device: str) -> Iterator[None]:
     """Run, in the context, without gradient, autocast, and anyone's function or dispatch modes."""
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        torch.no_grad(),
-        torch.autocast(device, enabled=False)
-        if is_autocast_available(device) and torch.is_autocast_enabled(device)
-        else contextlib.nullcontext(),
-    ):
+    cast = is_autocast_available(device) and torch.is_autocast_enabled(device)
+    plain = torch.autocast(device, enabled=False) if cast else contextlib.nullcontext()
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(), plain:
         yield
 
 
@@ -348,26 +312,6 @@ def _unusable(call: AttentionCall) -> str | None:
     return None if math.prod(call.q.shape[:3]) and call.k.shape[2] else NOTHING
 
 
-def _bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield lists of blocks in which some ran without attention, each with a remark."""
-
-    def attends(name: str) -> bool:
-        return any(f"{module}.".startswith(f"{name}.") for module in known)
-
-    outer: list[str] = []  # prefixes of the names of modules inside lists
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or name.startswith((*outer,)):
-            continue
-        blocks = {f"{name}.{key}".lstrip("."): type(block) for key, block in module.named_children()}
-        kinds = {kind for block, kind in blocks.items() if isinstance(module, nn.ModuleList) or attends(block)}
-        running = [block for block, kind in blocks.items() if kind in kinds and block in ran]
-        bare = sum(not attends(block) for block in running)
-        if isinstance(module, nn.ModuleList) or len(running) > 1:
-            outer.append(f"{name}." if name else "")
-        if 0 < bare < len(running):
-            yield name, f"{bare} of {len(running)} blocks ran without softmax attention"
-
-
 def is_plain(tensor: object) -> TypeGuard[Tensor]:
     """Return whether this is a tensor with values of its own: no subclass (fake, distributed), nested or meta."""
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_nested  # type: ignore[attr-defined]
@@ -383,48 +327,6 @@ def not_plain(tensor: Tensor) -> str:
         )
     kind = "NestedTensor" if tensor.is_nested else type(tensor).__name__
     return f"tensors of type {kind}: only plain ones are captured"
-
-
-def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
-    if call.dropout:
-        yield (
-            f"dropout of {call.dropout:g} in training mode: what the layer returns is not what its formula gives, "
-            "so there is no residual; model.eval() first"
-        )
-    _, heads, length, width = call.q.shape
-    if len(given) == 3 and width == given[1] and heads * length == given[2] and call.k.shape[2] == length != width:
-        yield f"its queries and keys are channels, not positions: the product runs over the {given[1]} positions"
-    if call.forbidding is not None:
-        yield f"a mask of {call.forbidding:.3g} instead of -inf: the keys that it is given to count as forbidden"
-    if call.bias is None:
-        return
-    alike = call.bias == call.bias[..., :1]  # constant over a query's keys: changes no softmax
-    bias = call.bias.masked_fill(alike.all(-1, keepdim=True), 0)
-    if bool((bias <= _STEEP).any()):
-        yield f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores, not as a mask"
-    elif bool(call.q.any()) and _masks_faintly(bias):  # if all queries are 0, the scores are in the bias
-        yield (
-            f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores: if it is meant as a "
-            "mask, the keys that it is given to count as attended all the same"
-        )
-
-
-def _ends_alike(call: AttentionCall) -> bool:
-    """Return whether the last row's last token has the query and key of another token there, up to rounding."""
-    length, alike = call.q.shape[2], torch.ones((), dtype=torch.bool, device=call.q.device)
-    if call.k.shape[2] != length or call.q.shape[3] == 1:
-        return False
-    for rows in (call.q[-1], call.k[-1]):
-        limit = 16 * torch.finfo(rows.dtype).eps * rows.abs().amax()
-        alike = alike & ((rows - rows[:, -1:]).abs() <= limit).all(-1).all(0)
-    return 2 <= int(alike.sum()) < length
-
-
-def _masks_faintly(bias: Tensor) -> bool:
-    """Return whether a bias has terms near its row's best and terms far below, and none in between."""
-    below = bias - bias.amax(-1, keepdim=True)
-    faint = below <= _FAINT
-    return bool(faint.any()) and not bool((~faint & (below < _FAINT / 2)).any())
 
 
 @contextmanager
@@ -481,10 +383,9 @@ class SharedChange:
 def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     """Replace a function, in the context, by one that gets the original before its arguments."""
     own, original = name in vars(owner), getattr(owner, name)
-    here = partial(by, original)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return here(*args, **kwargs)
+        return by(original, *args, **kwargs)
 
     def put_back() -> None:
         if vars(owner).get(name) is replacement:  # else someone replaced it later, and calls ours
@@ -495,86 +396,66 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def take_off(mode: TorchFunctionMode) -> bool:
-    """Remove a function mode from this thread's stack, wherever it is; the others keep their order."""
-    return _reordered(TorchFunctionMode, _get_current_function_mode_stack, mode, None)
+def _kind(mode: object) -> Any:
+    return TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
 
 
-def take_off_dispatch(mode: TorchDispatchMode) -> bool:
-    """Remove a dispatch mode from this thread's stack, wherever it is; return whether it was there."""
-    return _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack, mode, None)
-
-
-def put_on(mode: TorchFunctionMode) -> None:
-    """Put a removed function mode back onto this thread's stack."""
-    TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
-
-
-def put_below(mode: TorchFunctionMode, others: Callable[[object], bool]) -> None:
-    """Move a function mode in this thread's stack below others: it then sees what they call."""
-    _reordered(TorchFunctionMode, _get_current_function_mode_stack, mode, others)
-
-
-def put_below_dispatch(mode: TorchDispatchMode, others: Callable[[object], bool]) -> None:
-    """Move a dispatch mode in this thread's stack below others, as :func:`put_below` does."""
-    _reordered(TorchDispatchMode, _get_current_dispatch_mode_stack, mode, others)
-
-
-def modes_here() -> list[object]:
+def modes_here() -> list[Any]:
     """Return the function and dispatch modes of this thread, each from the lowest on."""
     functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return [*functions, *_get_current_dispatch_mode_stack()]
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Run, inside, without the modes of this thread; those that something leaves there are taken off."""
-    before = _kinds_of_modes()
-    try:
-        _take_off_all()
-        yield
-    finally:
-        if _kinds_of_modes() != before:
-            _take_off_all()
-            for kind, mode in before:
-                kind.__enter__(mode)
+def put_on(mode: object) -> None:
+    """Put a removed mode back onto this thread's stack."""
+    _kind(mode).__enter__(mode)
 
 
-def _take_off_all() -> None:
-    for kind, mode in reversed(_kinds_of_modes()):
-        kind.__exit__(mode, None, None, None)
+def take_off(mode: object) -> bool:
+    """Remove a mode from this thread's stack, wherever it is; the others keep their order."""
+    return put_below(mode, None)
 
 
-def _kinds_of_modes() -> list[tuple[Any, Any]]:
-    return [
-        (TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode, mode)
-        for mode in modes_here()
-    ]
-
-
-def _reordered(
-    kind: Any, modes: Callable[[], list[Any]], mode: object, others: Callable[[object], bool] | None
-) -> bool:
-    """Move a mode below others, or remove it; return whether it was in the stack."""
-    stack = modes()
+def put_below(mode: object, others: Callable[[object], bool] | None) -> bool:
+    """Move a mode below others, to see what they call; None removes it. Return whether it was in the stack."""
+    stack = [other for other in modes_here() if _kind(other) is _kind(mode)]
     if mode not in stack:
         return False
     own = stack.index(mode)
     lowest = own if others is None else next((i for i, other in enumerate(stack[:own]) if others(other)), own)
     above = [mode] * (others is not None) + [other for other in stack[lowest:] if other is not mode]
-    with undone(partial(_restack, kind, modes, [*stack[:lowest], *above])):
+    with undone(partial(_restack, _kind(mode), [*stack[:lowest], *above])):
         return True
 
 
-def _restack(kind: Any, modes: Callable[[], list[Any]], wanted: list[Any]) -> None:
+def _restack(kind: Any, wanted: list[Any]) -> None:
     """Make the modes of a kind those that are wanted, from the lowest on."""
-    now = modes()
-    alike = next((i for i, (one, other) in enumerate(zip(now, wanted, strict=False)) if one is not other), None)
-    alike = min(len(now), len(wanted)) if alike is None else alike
+    now = [mode for mode in modes_here() if _kind(mode) is kind]
+    pairs = zip(now, wanted, strict=False)
+    alike = next((i for i, (one, other) in enumerate(pairs) if one is not other), min(len(now), len(wanted)))
     for mode in reversed(now[alike:]):
         kind.__exit__(mode, None, None, None)
     for mode in wanted[alike:]:
         kind.__enter__(mode)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run, inside, without the modes of this thread; those that something leaves there are taken off."""
+    before = modes_here()
+
+    def take_off_all() -> None:
+        for mode in reversed(modes_here()):
+            _kind(mode).__exit__(mode, None, None, None)
+
+    try:
+        take_off_all()
+        yield
+    finally:
+        if modes_here() != before:
+            take_off_all()
+            for mode in before:
+                put_on(mode)
 
 
 Entered = Callable[[], AbstractContextManager[None]]
@@ -639,71 +520,18 @@ def _given(
     return method(pool, _carried(function), *args, **kwargs)
 
 
-def _raw(start: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    return start(_carried(function), *args)
-
-
 @contextmanager
 def _starts() -> Iterator[None]:
     """Make every way of giving a function to a thread ask the watches first."""
+    pools = ((ThreadPoolExecutor, "submit"), *((ThreadPool, name) for name in _GIVING))
     with undone() as stack:
         stack.enter_context(replaced(threading.Thread, "start", _started))
-        stack.enter_context(replaced(_thread, "start_new_thread", _raw))
-        stack.enter_context(replaced(ThreadPoolExecutor, "submit", _given))
-        for name in _GIVING:
-            stack.enter_context(replaced(ThreadPool, name, _given))
+        stack.enter_context(
+            replaced(_thread, "start_new_thread", lambda start, run, *args: start(_carried(run), *args))
+        )
+        for owner, name in pools:
+            stack.enter_context(replaced(owner, name, _given))
         yield
 
 
 _STARTS = SharedChange(_starts)
-
-FORBIDDING = -9_999.0  # a term this far below the largest of its row can forbid a key
-ROOM = 1_000.0  # margin for scores or a bias on top of such a constant
-
-
-def lowest(dtype: torch.dtype) -> float:
-    """Return the number up to which a term counts as -inf: -1e36; in float16 half of its lowest number."""
-    return max(-1e36, torch.finfo(dtype).min / 2)
-
-
-def split_mask(
-    mask: Tensor, least: float | None = None
-) -> tuple[Tensor | None, Tensor | None, float | None, Tensor | None]:
-    """Split a mask into the keys that it allows and the bias that it adds."""
-    with outside_all_modes(mask.device.type):
-        mask = mask.detach()
-        if not mask.is_floating_point():
-            return mask.bool(), None, None, None
-        forbidden, steep = _forbidden(mask, FORBIDDING, least)
-        some = bool(forbidden.any())
-        bias = mask.masked_fill(forbidden, 0) if some else mask
-        full = full_rows(mask)
-        return (~forbidden if some else None), (bias if bool(bias.any()) else None), steep, full
-
-
-def full_rows(terms: Tensor) -> Tensor | None:
-    """Return the keys with the largest term in rows in which all terms count as -inf but are not; None if none."""
-    top = terms.amax(-1, keepdim=True)
-    rows = (top <= lowest(terms.dtype)) & (top > -torch.inf)
-    return rows & (terms - top > FORBIDDING) if bool(rows.any()) else None
-
-
-def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
-    """Split a softmax's input into allowed keys and bias, if what was added to the scores is unknown."""
-    forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # scores are on top of the constant
-    some = bool(forbidden.any())
-    return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
-
-
-def _forbidden(terms: Tensor, enough: float, least: float | None = None) -> tuple[Tensor, float | None]:
-    """Return which terms forbid their key, and the lowest of the terms that do not count as -inf."""
-    forbidden = terms <= (lowest(terms.dtype) if least is None else least)
-    best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
-    below = (terms - best).masked_fill(forbidden, 0)
-    if not bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
-        return forbidden, None
-    steep = below <= FORBIDDING + ROOM
-    highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
-    steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
-    constant = terms.masked_fill(~steep, 0).amin()
-    return forbidden | steep, (float(constant) if bool(steep.any()) else None)

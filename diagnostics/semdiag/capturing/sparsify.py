@@ -5,7 +5,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -17,7 +18,7 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped
 from semdiag.capturing.call_strips import counted, narrowed, number_of_keys
-from semdiag.capturing.kept_keys import Choice, SharedChoices, all_kept
+from semdiag.capturing.kept_keys import SharedChoices, all_kept
 from semdiag.capturing.loading import imported_function, recognised
 from semdiag.capturing.masked_attention import (
     FAILED,
@@ -38,15 +39,12 @@ _ELSEWHERE = "the forward pass runs it in another thread, where no mask can reac
 __all__ = ["Keep", "Masked", "RandomK", "TopK", "TopP", "Window", "sparsify"]
 
 
-@dataclass
-class _Counts:
+class _Counts(NamedTuple):
     """Numbers of kept keys for one module and occurrence, by head."""
 
     layer: int
     calls: int
-    queries: Tensor
-    kept: Tensor
-    keys: Tensor
+    sums: Tensor  # (3, H): queries with a key, their kept keys, and their keys
     least: Tensor
     most: Tensor
 
@@ -87,30 +85,21 @@ class Masked:
     @property
     def totals(self) -> tuple[int, int]:
         """Kept keys and all keys, summed over heads, calls and queries that are not padding."""
-        counts = self._counts.values()
-        return sum(int(c.kept.sum()) for c in counts), sum(int(c.keys.sum()) for c in counts)
+        sums = (c.sums.sum(1).cpu() for c in self._counts.values())
+        _, kept, keys = sum(sums, torch.zeros(3, dtype=torch.int64)).tolist()
+        return kept, keys
 
     @property
     def kept(self) -> pd.DataFrame:
         """One row per module, occurrence and head: queries with a key; least, most, mean kept keys; mean keys."""
         rows = []
-        for (module, occurrence), held in self._counts.items():
-            c = _Counts(held.layer, held.calls, *(x.cpu() for x in vars(held).values() if isinstance(x, Tensor)))
-            for head in range(len(c.queries)):
-                queries = int(c.queries[head])
-                rows.append(
-                    {
-                        "layer": c.layer,
-                        "module": module,
-                        "occurrence": occurrence,
-                        "head": head,
-                        "queries": queries,
-                        "least": int(c.least[head]) if queries else 0,
-                        "most": int(c.most[head]),
-                        "kept": float(c.kept[head]) / max(1, queries),
-                        "keys": float(c.keys[head]) / max(1, queries),
-                    }
-                )
+        for (module, occurrence), c in self._counts.items():
+            numbers = zip(*c.sums.tolist(), c.least.tolist(), c.most.tolist(), strict=True)
+            for head, (queries, kept, keys, least, most) in enumerate(numbers):
+                place = {"layer": c.layer, "module": module, "occurrence": occurrence, "head": head}
+                found = {"queries": queries, "least": least if queries else 0, "most": most}
+                means = {"kept": kept / max(1, queries), "keys": keys / max(1, queries)}
+                rows.append(place | found | means)
         return pd.DataFrame(rows)
 
     def _add(self, call: AttentionCall, kept: Tensor, keys: Tensor) -> None:
@@ -118,31 +107,20 @@ class Masked:
         if call.queries is not None and not bool(call.queries.all()):
             self.padded.add(call.q.shape[2])
         if self._last is not None and self._last[0] is kept and call.queries is None:  # calls that are alike
-            new = replace(self._last[1], layer=call.layer)
+            new = self._last[1]._replace(layer=call.layer)
         else:
-            new = _counts_of(call, kept, keys)
+            some = call.counted & (keys > 0)
+            parts = ((x * some).movedim(1, 0).flatten(1) for x in (some, kept, keys))
+            some, number, keys = parts  # (H, B · Lq)
+            least = number.where(some, torch.iinfo(number.dtype).max).amin(1)
+            sums = torch.stack([x.sum(1) for x in (some, number, keys)])
+            new = _Counts(call.layer, 1, sums, least, number.amax(1))
             self._last = (kept, new) if call.queries is None else None
         place = call.module, call.occurrence
-        old = self._counts.get(place)
-        if old is not None:
-            new = _Counts(
-                old.layer,
-                old.calls + 1,
-                old.queries + new.queries,
-                old.kept + new.kept,
-                old.keys + new.keys,
-                torch.minimum(old.least, new.least),
-                torch.maximum(old.most, new.most),
-            )
+        if (old := self._counts.get(place)) is not None:
+            least, most = torch.minimum(old.least, new.least), torch.maximum(old.most, new.most)
+            new = _Counts(old.layer, old.calls + 1, old.sums + new.sums, least, most)
         self._counts[place] = new
-
-
-def _counts_of(call: AttentionCall, kept: Tensor, keys: Tensor) -> _Counts:
-    some = call.counted & (keys > 0)
-    keys, kept = ((x * some).movedim(1, 0).flatten(1) for x in (keys, kept))  # (H, B · Lq)
-    some = some.movedim(1, 0).flatten(1)
-    least = kept.where(some, torch.iinfo(kept.dtype).max).amin(1)
-    return _Counts(call.layer, 1, some.sum(1), kept.sum(1), keys.sum(1), least, kept.amax(1))
 
 
 _TILE = re.compile(r"tile-(\d{1,5})x(\d{1,5})(?:-(.+))?")
@@ -234,15 +212,18 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             call, inputs = as_computed(call, inputs)
         with outside_all_modes(call.q.device.type):
             choice, keys = choices.choice(rule_for(keep, call), call), number_of_keys(call)
-        output: Tensor | Mixed | None
-        number: Tensor | None
+        output: Tensor | Mixed | None = None
+        number: Tensor | None = None
         if inputs is not None and reason is None and not choice.whole:
             output, number, close = attended(choice, inputs)
             masked._close += [] if close is None else [close]
-        else:
-            if reason is not None and not choice.whole:
+        elif not choice.whole:
+            if reason is not None:
                 masked.audit.remarks[Remark(call.module, f"its mask is a tensor of queries × keys: {reason}")] += 1
-            output, number = _masked_densely(choice)
+            check_memory(call)
+            with outside_all_modes(call.q.device.type):
+                if (chosen := all_kept(choice)) is not None:
+                    output, number = chosen[0], counted(narrowed(chosen[0]))
         with outside_all_modes(call.q.device.type):
             masked._add(padding.marked(call, Audit()), keys if number is None else number, keys)
             if number is None or (call.q.device.type == "cpu" and not bool((number < keys).any())):
@@ -276,15 +257,6 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         _note_rounding(masked)
     if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)
-
-
-def _masked_densely(choice: Choice) -> tuple[Tensor | None, Tensor | None]:
-    """Return the kept keys as a mask, and their number for each query; None where no key is dropped."""
-    if not choice.whole:
-        check_memory(choice.call)
-    with outside_all_modes(choice.call.q.device.type):
-        chosen = all_kept(choice)
-        return (None, None) if chosen is None else (chosen[0], counted(narrowed(chosen[0])))
 
 
 def _note_rounding(masked: Masked) -> None:

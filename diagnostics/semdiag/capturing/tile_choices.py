@@ -1,20 +1,36 @@
 """Blocks of keys that tiles of queries keep, by exact scores, by an estimate, or by a threshold."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import Reach, Strip, heads_of, integers, is_square, largest, ordered, real_first
+from semdiag.capturing.call_strips import Reach, integers, is_square, largest, ordered, real_first
 from semdiag.capturing.rules import SkipTiles, TopK
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate, TileSums
 from semdiag_models import InputError
 
 if TYPE_CHECKING:
     from semdiag.capturing.kept_keys import Choice
+
+
+class Table(NamedTuple):
+    """Groups of keys that groups of queries keep."""
+
+    kept: Tensor  # (B or 1, H or 1, R, C) bool
+    of_queries: Tensor  # (B or 1, Lq) int64, number of each query's group
+    of_keys: Tensor  # (B or 1, Lk) int64
+
+    def part(self, samples: slice, queries: slice, keys: slice | Tensor) -> Tensor:
+        """Return which keys are kept, (b or 1, h or 1, r, n) bool."""
+        batch = max(map(len, self))
+        kept, rows, columns = (x.expand(batch, *x.shape[1:])[samples] for x in self)
+        rows, columns = rows[:, queries], columns[:, keys]
+        kept = kept.gather(2, rows[:, None, :, None].expand(*kept.shape[:2], -1, kept.shape[3]))
+        return kept.gather(3, columns[:, None, None].expand(*kept.shape[:3], -1))
 
 
 @dataclass(eq=False)
@@ -120,15 +136,11 @@ class Tiles:
             found[sample, :, : shape[1], : shape[2]] = _checked(estimate, scores, shape)
         return found
 
-    def of_strip(self, strip: Strip) -> Tensor:
-        """Return which keys of a strip the tiles keep, (b, 1 or h, r, n) bool."""
+    def table(self, heads: slice) -> Table:
+        """Return the kept blocks of some heads; padded queries keep all."""
         assert self.kept is not None
-        b, batch = strip.samples, len(self.call.q)
-        kept = F.pad(self.kept[b, heads_of(self.kept, strip)], (0, 0, 0, 1), value=True)
-        numbers = self.of_queries.expand(batch, -1)[b, strip.queries]
-        blocks = self.of_keys.expand(batch, -1)[b, strip.keys]
-        rows = kept.gather(2, numbers[:, None, :, None].expand(*kept.shape[:2], -1, kept.shape[3]))
-        return rows.gather(3, blocks[:, None, None].expand(*rows.shape[:3], -1))
+        kept = self.kept[:, heads] if self.kept.shape[1] > 1 else self.kept
+        return Table(F.pad(kept, (0, 0, 0, 1), value=True), self.of_queries, self.of_keys)
 
 
 def _checked(estimate: str | Estimate, scores: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,6 +1,7 @@
 """``semdiag check``."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,47 +12,35 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Asked, Question
 from semdiag.presenting.terminal import beside_json, say, tell, terminal
 
-_JUDGED = "What is judged"
+_judged = partial(options.option, panel="What is judged")
 
 
 def _check(
-    models: options.Models = None,
     rule: Annotated[
         list[str] | None,
-        options.option(
+        _judged(
             'What every model must satisfy, like "dispersion.p95 < 10". Repeatable. First a quantity: '
             "dispersion, separation or load with .mean or .p0 … .p100, or accuracy or residual (how far attention "
             "recomputed from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and "
             "layers, any of layer=0 attention=topk task=even-pairs model=*seed-1*.",
-            panel=_JUDGED,
             autocompletion=options.names(options.RULES),
         ),
     ] = None,
     baseline: Annotated[
         Path | None,
-        options.option(
-            "JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
-            panel=_JUDGED,
-        ),
+        _judged("JSON file that an earlier semdiag check --json printed. A number that moved since is a failure."),
     ] = None,
-    tolerance: Annotated[
-        float, options.option("With --baseline: how far a number may move, as a share of it.", panel=_JUDGED)
-    ] = 0.05,
+    tolerance: Annotated[float, _judged("With --baseline: how far a number may move, as a share of it.")] = 0.05,
     every_layer: Annotated[
         bool,
-        options.option(
+        _judged(
             "Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not "
             "hold in half of the layers or more.",
             "--every-layer",
-            panel=_JUDGED,
         ),
     ] = False,
-    junit: Annotated[
-        Path | None, options.option("Also write the verdicts to this file, as JUnit XML.", panel=_JUDGED)
-    ] = None,
-    exit_zero: Annotated[
-        bool, options.option("Report failures, but exit with code 0.", "--exit-zero", panel=_JUDGED)
-    ] = False,
+    junit: Annotated[Path | None, _judged("Also write the verdicts to this file, as JUnit XML.")] = None,
+    exit_zero: Annotated[bool, _judged("Report failures, but exit with code 0.", "--exit-zero")] = False,
     *,
     shared: Asked,
 ) -> None:
@@ -84,7 +73,7 @@ def _check(
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
     paired = not expected.rules and known is None  # which applies to encoders only
     conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
-    findings, _ = shared.measured(models, conditions)
+    findings, _ = shared.measured(shared.values["models"], conditions)
     result = verify(findings, expected)
     if junit is not None:
         write_text(junit, junit_xml(result))
@@ -100,7 +89,9 @@ def _check(
         raise typer.Exit(1)
 
 
-CHECK = Question("check", __name__, ask=_check, leave_out=("seed", "min_keys", "out", "per_query", "figures"))
+CHECK = Question(
+    "check", __name__, ask=_check, takes=("models",), leave_out=("seed", "min_keys", "out", "per_query", "figures")
+)
 
 
 def list_names(

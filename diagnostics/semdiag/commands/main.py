@@ -31,8 +31,6 @@ _UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 
 def _report(
-    models: options.Models = None,
-    k: options.Counterfactual = "5",
     noise: Annotated[str, options.NOISE] = "0.01",
     redraw: Annotated[
         Path | None,
@@ -69,7 +67,7 @@ def _report(
             metavar="L,L",
         ),
     ] = "",
-    show: Annotated[bool, options.option("Open the page in the browser.", "--open", panel=options.OUTPUT)] = False,
+    show: Annotated[bool, options.output_option("Open the page in the browser.", "--open")] = False,
     *,
     shared: Asked,
 ) -> None:  # fmt: skip
@@ -90,12 +88,16 @@ def _report(
     values = shared.values
     formats = figure_formats(values["figures"])
     if redraw is not None:
-        _check_redrawing(models, shared.typed)
+        if values["models"]:
+            raise InputError("--from draws saved measurements: do not name models with it.")
+        if unused := shared.typed - _REDRAWING:
+            names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in unused))
+            raise InputError(f"--from draws saved measurements as they are: leave out {names}.")
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not just its data folder
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
         look = kept_page(redraw)
     else:
-        ks = options.whole_numbers(k, "--k")
+        ks = options.whole_numbers(values["k"], "--k")
         smallest = min((each for each in ks if each > 0), default=None)  # smaller ones are refused with the inputs
         levels = options.positive_numbers(noise, "--noise")
         pieces = options.whole_numbers(lengths, "--lengths") if lengths else ()
@@ -105,7 +107,7 @@ def _report(
         plans = tuple(plan for probe in probes().values() if (plan := probe.reported(asked)) is not None)
         few = {"probe_samples": _PROBE_SAMPLES, "k_lowers": "k" not in shared.typed}
         conditions = shared.conditions(keep_queries, k=ks, plans=plans, **few)
-        findings, loaded = shared.measured(models, conditions)
+        findings, loaded = shared.measured(values["models"], conditions)
         look = one_text_page(loaded, conditions)
     folder = output_folder("report", findings.measurements, values["out"])
     try:
@@ -134,18 +136,7 @@ def _report(
         webbrowser.open(page.resolve().as_uri())
 
 
-REPORT = Question("report", __name__, ask=_report, takes=SAMPLING)
-
-
-def _check_redrawing(models: object, typed: frozenset[str]) -> None:
-    """Refuse arguments that cannot be combined with ``--from``."""
-    from semdiag_models import InputError
-
-    if models:
-        raise InputError("--from draws saved measurements: do not name models with it.")
-    if unused := typed - _REDRAWING:
-        options = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in unused))
-        raise InputError(f"--from draws saved measurements as they are: leave out {options}.")
+REPORT = Question("report", __name__, ask=_report, takes=("models", "k", *SAMPLING), defaults={"k": "5"})
 
 
 # Options that --help leaves to --help-all: what few people change.

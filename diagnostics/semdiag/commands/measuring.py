@@ -61,12 +61,6 @@ def read_config(path: Path | None) -> dict[str, Any] | None:
     return content
 
 
-def _held_out(model: "LoadedModel") -> int:
-    """Return how many samples the run of a checkpoint held out; ``sys.maxsize`` for fresh samples and texts."""
-    run = model.training
-    return sys.maxsize if run is None or run.text is not None else run.holdout_samples
-
-
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:
     """Return the checkpoints to measure, with the reference last."""
     from semdiag.capturing.loading import find_checkpoints
@@ -79,14 +73,6 @@ def _with_reference(paths: list[Path], against: Path) -> list[Path]:
     if not others:
         raise InputError(f"There is nothing to compare: name a model besides --against {against}.")
     return [*others, *reference]
-
-
-def check_out(folder: Path | None, keep_queries: bool) -> None:
-    """Refuse a folder for :func:`deliver` before anything is measured."""
-    from semdiag.reporting.report import check_folder
-
-    if folder is not None:
-        check_folder(folder, keep_queries)
 
 
 def check_per_query(path: Path | None) -> None:
@@ -117,41 +103,7 @@ def write_per_query(path: Path, measurements: "Measurements") -> None:
             file.unlink(missing_ok=True)
 
 
-def _today() -> str:
-    """Return the date of the measurement; SOURCE_DATE_EPOCH fixes it, as in other programs that write files."""
-    fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
-    seconds = int(fixed) if fixed.isdecimal() and len(fixed) < 12 else time.time()
-    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
-
-
-# Name, type with help, default; in the order of the help.
-_SHARED: dict[str, tuple[Any, Any]] = {
-    "models": (options.Models, None),
-    "against": (options.Against, None),
-    "k": (options.Counterfactual, ""),
-    "every": (options.Every, False),
-    "inputs": (options.Inputs, None),
-    "max_length": (options.MaxLength, None),
-    "tokenizer": (options.Tokenizer, None),
-    "labels": (options.Labels, None),
-    "samples": (options.Samples, 500),
-    "batch_size": (options.BatchSize, 100),
-    "device": (options.Device, "auto"),
-    "dtype": (options.Dtype, "auto"),
-    "seed": (options.Seed, 0),
-    "min_keys": (options.MinKeys, 1),
-    "queries": (options.Queries, None),
-    "max_queries": (options.MaxQueries, 20_000_000),
-    "config": (options.Config, None),
-    "head": (options.Head, "auto"),
-    "jobs": (options.Jobs, None),
-    "ray": (options.Ray, ""),
-    "out": (options.Out, None),
-    "as_json": (options.Json, False),
-    "per_query": (options.PerQuery, None),
-    "figures": (options.Figures, "png,svg"),
-    "quiet": (options.Quiet, False),
-}
+_SHARED = options.of_plan(options.Shared)
 _OF_SOME = ("models", "against", "k", "every", *SAMPLING)  # taken on request
 _OF_TEXTS = ("max_length", "tokenizer", "labels")
 _OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *SAMPLING)
@@ -169,10 +121,12 @@ class Asked:
         """Return the conditions of the measurement; every option is checked first."""
         from semdiag.capturing.inputs import TextOptions
         from semdiag.measuring.measure import Conditions
+        from semdiag.reporting.report import check_folder
 
         figure_formats(self.values.get("figures", ""))
         check_per_query(self.values.get("per_query"))
-        check_out(self.values.get("out"), keep_queries)
+        if (folder := self.values.get("out")) is not None:
+            check_folder(folder, keep_queries)
         values = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
         values |= {"k": options.whole_numbers(self.values["k"], "--k")} if "k" in self.values else {}
         texts = TextOptions(*(self.values.get(name) for name in _OF_TEXTS))
@@ -216,7 +170,9 @@ class Asked:
                 raise InputError(
                     f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
                 )
-            held_out = min((_held_out(model) for model in encoders), default=conditions.samples)
+            runs = [model.training for model in encoders]  # fresh samples and texts have no end
+            ends = [sys.maxsize if run is None or run.text is not None else run.holdout_samples for run in runs]
+            held_out = min(ends, default=conditions.samples)
             fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
             if fewer:
                 conditions = replace(conditions, samples=held_out)
@@ -242,7 +198,10 @@ class Asked:
         for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
             tell(f"semdiag: {sentence}")
         measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
-        measurements.provenance["date"] = _today()
+        # SOURCE_DATE_EPOCH fixes the date, as in other programs that write files.
+        fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
+        seconds = int(fixed) if fixed.isdecimal() and len(fixed) < 12 else time.time()
+        measurements.provenance["date"] = datetime.fromtimestamp(seconds, UTC).date().isoformat()
         return findings, loaded
 
     def deliver(self, findings: "Findings", sections: Sequence[str] | None = None) -> None:
@@ -290,7 +249,7 @@ def _measure_and_show(plan: Any, shared: Asked) -> None:
 def with_options(question: Question) -> Callable[..., None]:
     """Return the command of a question: its own options, those of its plan's fields, and the shared ones."""
     ask = question.ask or _measure_and_show
-    own = [p.replace(kind=_KIND) for p in inspect.signature(ask).parameters.values() if p.name not in _GIVEN]
+    own = [p for p in inspect.signature(ask).parameters.values() if p.name not in ("plan", "shared")]
     of_plan = options.of_plan(question.plan)
     shared_names = [name for name in _SHARED if _is_taken(name, question)]
 
@@ -320,15 +279,12 @@ def with_options(question: Question) -> Callable[..., None]:
         default = "none" if name == "figures" and question.name not in _PICTURED else default
         default = question.defaults.get(name, default)
         parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    command.__doc__ = question.help or ask.__doc__
-    return command
+    parameters.sort(key=lambda parameter: parameter.name != "models")  # first in the help
+    return options.with_parameters(command, parameters, question.help or ask.__doc__)
 
 
 _KIND = inspect.Parameter.KEYWORD_ONLY
 _PICTURED = ("report", "k-sweep", "compare", "selections")  # others draw figures only when asked
-_GIVEN = ("plan", "shared")  # arguments of a command that are no options
 
 
 def _is_taken(name: str, question: Question) -> bool:
@@ -344,11 +300,17 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
     """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
     from semdiag.presenting.answer import file_safe
     from semdiag.presenting.terminal import tell
+    from semdiag_models import InputError
+    from semdiag_models.reading import read_json
 
     models = [str(model) for model in measurements.models["model"]]
     name = file_safe(models[0]) if len(models) == 1 else f"{len(models)}-models"
     folder = given or Path("reports") / f"{command}-{name}"
-    models_there = _models_of(folder)
+    try:
+        results = read_json(folder / "summary.json")["results"]
+        models_there = _normalised([str(row["model"]) for row in results])
+    except (InputError, OSError, KeyError, TypeError):  # no report
+        models_there = None
     if models_there is None or models_there == _normalised(models):
         return folder
     if given is None:
@@ -356,18 +318,6 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
         return folder.with_name(f"{folder.name}-{digest[:8]}")
     tell(f"Replaces in {folder}: a report on {', '.join(sorted(models_there))}.")
     return folder
-
-
-def _models_of(folder: Path) -> set[str] | None:
-    """Return the names of the models in a folder's report; None if there is no report."""
-    from semdiag_models import InputError
-    from semdiag_models.reading import read_json
-
-    try:
-        results = read_json(folder / "summary.json")["results"]
-        return _normalised([str(row["model"]) for row in results])
-    except (InputError, OSError, KeyError, TypeError):
-        return None
 
 
 def _normalised(models: list[str]) -> set[str]:
@@ -383,8 +333,6 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
     if jobs is None and not ray:
         return None  # without importing the rest
-
-    from dataclasses import replace
 
     from semdiag.measuring.survey import MeasuringOrder, one_thread, run_in_parallel, survey
     from semdiag_models.training import find_device

@@ -161,8 +161,8 @@ def print_check(result: Verification) -> None:
         word = "holds" if rule.passed else "FAILS" if rule.known else "inconclusive"
         value = four_digits(rule.value) if rule.known else "undefined"
         console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}", style=_COLORS[word])
-    for words in result.compared.words if result.compared else ():
-        console.print(f"not compared: {words}")
+    for model in result.compared.new if result.compared else ():
+        console.print(f"not compared: {model} is not in the baseline")
 
 
 def conclusion(result: Verification) -> str:

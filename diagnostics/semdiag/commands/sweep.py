@@ -33,44 +33,34 @@ def sweep(
     retries: Annotated[int, typer.Option(help="How often to retry a run whose process died or met an error.")] = 2,
     jobs: Annotated[
         int | None,
-        options.option(
-            "Processes at the same time, each with one CPU thread.", panel=options.WHERE, show_default="cores"
-        ),
+        options.place_option("Processes at the same time, each with one CPU thread.", show_default="cores"),
     ] = None,
     in_a_step: Annotated[
         int,
-        options.option(
+        options.place_option(
             "On CUDA: how many runs that differ only in their seed to train in the same steps. Small models then "
             "take a fraction of the time each.",
             "--in-a-step",
-            panel=options.WHERE,
         ),
     ] = 1,
     device: Annotated[
-        str,
-        options.option(
-            "cpu, cuda, mps or auto.", panel=options.WHERE, show_default="cpu; cuda with --gpus-per-run"
-        ),
+        str, options.place_option("cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run")
     ] = "",
     ray: options.Ray = "",
     gpus_per_run: Annotated[
-        float, options.option("With --ray: share of a GPU for each run, like 0.25.", panel=options.WHERE)
+        float, options.place_option("With --ray: share of a GPU for each run, like 0.25.")
     ] = 0.0,
-    out: Annotated[
-        Path | None, options.option("Folder of the runs.", panel=options.OUTPUT, show_default="runs/CONFIG")
-    ] = None,
+    out: Annotated[Path | None, options.output_option("Folder of the runs.", show_default="runs/CONFIG")] = None,
     records: Annotated[
         Path | None,
-        options.option(
+        options.output_option(
             "Keep a small file for every finished run in this folder: configuration, history and the hash of "
             "the weights. A run with such a record counts as done, even if its own folder is gone.",
-            panel=options.OUTPUT,
             show_default=False,
         ),
     ] = None,
     target: Annotated[
-        float,
-        options.option("Training accuracy to reach: results count the epochs up to it.", panel=options.OUTPUT),
+        float, options.output_option("Training accuracy to reach: results count the epochs up to it.")
     ] = 0.95,
     as_json: options.Json = False,
     quiet: options.Quiet = False,

@@ -3,6 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -14,7 +15,7 @@ from semdiag.presenting import options
 from semdiag.presenting.terminal import Minutes, say, tell, terminal
 
 if TYPE_CHECKING:
-    from semdiag_models import Text, TrainingConfig
+    from semdiag_models import Text
     from semdiag_models.run_folder import SeedRun
     from semdiag_models.tasks import Classification
     from semdiag_models.training import Progress, Trainer
@@ -71,7 +72,8 @@ def summarise(trainer: "Trainer", several: bool) -> None:
     history, until = trainer.history, trainer.training.until
     stopped = ""
     if until is not None:
-        stopped = f", stopped at --until {until:g}" if trainer.converged else f", --until {until:g} not reached"
+        reached = history["train_accuracy"][-1] >= until
+        stopped = f", stopped at --until {until:g}" if reached else f", --until {until:g} not reached"
     seed = f", seed {trainer.training.seed}" if several else ""
     run = f"{trainer.training.task_label}, {trainer.config.attention_label}{seed}"
     trained = f"after {counted(trainer.epoch, 'epoch')}{stopped}"
@@ -167,66 +169,32 @@ def text_task(
     return Text(source, window)
 
 
-def introduction(training: "TrainingConfig") -> str:
-    """Return one line on the text's samples; an empty string for other tasks."""
-    text = training.text
-    return (
-        ""
-        if text is None
-        else (
-            f"{text.file}: windows of {training.length} pieces, {training.train_samples:,} to train on, "
-            f"{training.holdout_samples:,} of {text.holdout_file or 'the last tenth of the lines'} held out."
-        )
-    )
-
-
 def _options(command: Callable[..., None]) -> Callable[..., None]:
     """Give the command an option for every field of the configurations that says what it means."""
     from semdiag_models.config import options as configured  # quick: it needs no torch
 
-    parameters = {name: p for name, p in inspect.signature(command).parameters.items() if name != "chosen"}
+    first, *own, _ = inspect.signature(command).parameters.values()
+    ordered = [first]
     for field in configured():
-        said = field.metadata
-        flag = _plain(field.type) == "bool"
-        flags = said.get("flags", f"--{field.name.replace('_', '-')}").split()
+        said, kind = field.metadata, getattr(field.type, "__name__", str(field.type)).removesuffix(" | None")
         shown = said.get("shown", field.default if field.default not in (None, (), False) else "")
-        kind = (
-            str
-            if "metavar" in said
-            else {"bool": bool, "int": int, "float": float, "str": str}[_plain(field.type)]
-        )
         completed = options.ATTENTIONS if field.name == "attention" else tuple(said["known"])
         option = typer.Option(
-            *flags,
+            *said.get("flags", f"--{field.name.replace('_', '-')}").split(),
             help=said["help"],
             metavar=said.get("metavar"),
             show_default=str(shown) if shown != "" else False,
             rich_help_panel=said["panel"],
             autocompletion=options.names(completed) if completed else None,
         )
-        annotation: Any = Annotated[bool if flag else kind | None, option]
-        parameters[field.name] = inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=False if flag else None, annotation=annotation
-        )
-    own = [name for name in parameters if name not in {field.name for field in configured()}]
-    order = [own[0], *(field.name for field in configured()), *own[1:]]
-    ordered = [parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in order]
-
-    def with_options(**given: Any) -> None:
-        command(**given)
-
-    with_options.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {p.name: p.annotation for p in ordered}
-    with_options.__doc__, with_options.__name__ = command.__doc__, command.__name__
-    return with_options
+        values: Any = str if "metavar" in said else {"bool": bool, "int": int, "float": float, "str": str}[kind]
+        annotation: Any = Annotated[bool if kind == "bool" else values | None, option]
+        default = False if kind == "bool" else None
+        ordered.append(first.replace(name=field.name, default=default, annotation=annotation))
+    return options.with_parameters(lambda **given: command(**given), [*ordered, *own], command.__doc__)
 
 
-def _plain(annotation: object) -> str:
-    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return name.removesuffix(" | None")
-
-
-_TEXT, _RUN = "Text", "Run"  # headings of the help
+_data, _text, _run = (partial(options.option, panel=panel) for panel in ("Data", "Text", "Run"))  # of the help
 
 
 @_options
@@ -239,61 +207,35 @@ def train(
     ],
     seeds: Annotated[
         str,
-        typer.Option(
+        _data(
+            "Train several seeds, like 1,2,3, each in a folder of its own: on CUDA together, elsewhere one after "
+            "the other.",
             metavar="SEED,SEED",
-            help="Train several seeds, like 1,2,3, each in a folder of its own: on CUDA together, elsewhere one "
-            "after the other.",
-            rich_help_panel="Data",
         ),
     ] = "",
-    text: Annotated[
-        Path | None, typer.Option(help="For the task text: the UTF-8 file to learn.", rich_help_panel=_TEXT)
-    ] = None,
+    text: Annotated[Path | None, _text("For the task text: the UTF-8 file to learn.")] = None,
     holdout_text: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of held-out text. Default: the last tenth of the lines of --text.", rich_help_panel=_TEXT
-        ),
+        Path | None, _text("File of held-out text. Default: the last tenth of the lines of --text.")
     ] = None,
     pieces: Annotated[
-        str | None,
-        typer.Option(
-            help="How SentencePiece cuts the text into pieces: unigram or bpe.",
-            show_default="unigram",
-            rich_help_panel=_TEXT,
-        ),
+        str | None, _text("How SentencePiece cuts the text into pieces: unigram or bpe.", show_default="unigram")
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(hidden=True)] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(help="Number of different pieces.", show_default="4096", rich_help_panel=_TEXT)
-    ] = None,
+    vocabulary: Annotated[int | None, _text("Number of different pieces.", show_default="4096")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the run. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: the folder that "
-            "holds such folders.",
-            rich_help_panel=_RUN,
+        _run(
+            "Folder of the run. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: the folder that "
+            "holds such folders."
         ),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue after the last saved epoch.", rich_help_panel=_RUN)
-    ] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Start anew in a folder that holds a run already.", rich_help_panel=_RUN),
-    ] = False,
+    resume: Annotated[bool, _run("Continue after the last saved epoch.", "--resume")] = False,
+    overwrite: Annotated[bool, _run("Start anew in a folder that holds a run already.", "--overwrite")] = False,
     device: Annotated[
-        str,
-        typer.Option(
-            help="cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
-            rich_help_panel=_RUN,
-        ),
+        str, _run("cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.")
     ] = "auto",
-    threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads. The same number is needed to repeat a run exactly.", rich_help_panel=_RUN),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress bar.", rich_help_panel=_RUN)] = False,
+    threads: Annotated[int | None, _run("CPU threads. The same number is needed to repeat a run exactly.")] = None,
+    quiet: Annotated[bool, _run("Show no progress bar.", "--quiet")] = False,
     **chosen: Any,
 ) -> None:
     """Train an encoder and keep its checkpoints.
@@ -311,15 +253,7 @@ def train(
     import torch
 
     from semdiag.presenting.options import length_range, listed_names, listed_numbers
-    from semdiag_models import (
-        InputError,
-        Text,
-        configure,
-        find_task,
-        open_run,
-        open_seed_runs,
-        run_name,
-    )
+    from semdiag_models import InputError, Text, configure, find_task, open_run, open_seed_runs, run_name
     from semdiag_models.training import find_device
 
     if resume and overwrite:
@@ -363,8 +297,12 @@ def _train(
     from semdiag_models import DivergedError, InputError, train_run, train_seed_runs
 
     first, *_ = folders
-    if not quiet and (line := introduction(first.training)):
-        tell(line)
+    if not quiet and (text := first.training.text) is not None:
+        tell(
+            f"{text.file}: windows of {first.training.length} pieces, {first.training.train_samples:,} to train "
+            f"on, {first.training.holdout_samples:,} of {text.holdout_file or 'the last tenth of the lines'} held "
+            "out."
+        )
     with TrainingProgress(list(folders), quiet) as bar:
         try:
             if seeds is not None:

@@ -23,20 +23,13 @@ def _grouped(k: Tensor, heads: int) -> Tensor:
 
 
 def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
-    """Return scores that rank blocks of consecutive keys for single queries.
+    """Return scores (…, ⌈n / block⌉) that rank blocks of consecutive keys for single queries, from scores (…, n).
 
-    ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys.
+    ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys,
+    all in nats; -inf for hidden keys, and for blocks without a visible one. The last block may have fewer keys.
 
     Formula: docs/theory.md#blocks.
     Source: none; these are the exact choices beside which estimates are judged. Deviation: none.
-
-    Args:
-        scores: (…, n) in nats, -inf for hidden keys.
-        block: number of keys in a block; the last block may have fewer.
-        by: one of these words.
-
-    Returns:
-        (…, ⌈n / block⌉), -inf for blocks without a visible key.
 
     Example:
         >>> block_scores(torch.tensor([0.0, 1.0, 5.0]), 2, "best").tolist()
@@ -109,21 +102,13 @@ class TileSums:
 def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, block: int) -> Tensor:
     """Return the product of the mean query of each tile and the mean key of each block.
 
-    e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two.
+    e_tn = (mean_{i in tile t} q_i) · (mean_{j in block n} k_j), the mean score of all pairs of the two, nats:
+    (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉). Queries (H, Lq, D) are times the scale of the scores; keys are
+    (Hk, Lk, D), Hk divides H; positions (Lq,) int64 are the last key that each query may see.
 
     Formula: docs/theory.md#blocks.
     Source: Jiang et al. 2024, MInference (block-sparse heads), and the pooling in front of SeerAttention's learned
     gate (Gao et al. 2024). Deviation: no gate is learned; positions are not used.
-
-    Args:
-        q: (H, Lq, D) queries times the scale of the scores.
-        k: (Hk, Lk, D) keys; Hk divides H.
-        positions: (Lq,) int64, the last key that each query may see.
-        query_block: number of queries in a tile.
-        block: number of keys in a block.
-
-    Returns:
-        (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉) in nats.
 
     Example:
         >>> mean_estimate(torch.ones(1, 2, 1), torch.tensor([[[1.0], [3.0], [4.0]]]), torch.tensor([1, 2]), 2, 2)

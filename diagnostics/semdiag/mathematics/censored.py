@@ -15,23 +15,14 @@ _ALL, _SOME = 200_000, 20_000
 
 @dataclass(frozen=True)
 class MedianInterval:
-    """The median of a few draws, each a number or a range.
+    """The median of a few draws, each a number or a range."""
 
-    Attributes:
-        count: number of draws.
-        low: median if every draw is at the low end of its range.
-        high: median if every draw is at the high end of its range; equals ``low`` if all draws are numbers.
-        interval_low: lower end of a distribution-free interval for the population's median; NaN for one draw.
-        interval_high: upper end of that interval.
-        coverage: confidence of the interval; 0 for one draw.
-    """
-
-    count: int
-    low: float
-    high: float
-    interval_low: float
-    interval_high: float
-    coverage: float
+    count: int  # number of draws
+    low: float  # median if every draw is at the low end of its range
+    high: float  # median if every draw is at the high end of its range; equals ``low`` if all draws are numbers
+    interval_low: float  # lower end of a distribution-free interval for the population's median; NaN for one draw
+    interval_high: float  # upper end of that interval
+    coverage: float  # confidence of the interval; 0 for one draw
 
 
 def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: float = 0.95) -> MedianInterval:
@@ -40,20 +31,10 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
     The r-th smallest and the r-th largest of n draws enclose the median with probability 1 − 2 P(Binomial(n, ½) <
     r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1. The largest r that reaches the
     confidence is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the
-    low values and the upper end from the high ones.
+    low values (``-inf`` if unknown) and the upper end from the high ones, which equal the low ones where the draw
+    is a number. Without a draw, and for an empty range, there is a ValueError.
 
     Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
-
-    Args:
-        lows: low end of each draw's range; ``-inf`` if unknown.
-        highs: high end of each draw's range; the low end again where the draw is a number.
-        confidence: confidence wanted, in (0, 1).
-
-    Returns:
-        The median and its interval.
-
-    Raises:
-        ValueError: if there is no draw, or a range is empty.
 
     Example:
         >>> found = median_interval([2.0, 3.0, 5.0], [2.0, 3.0, float("inf")])
@@ -82,17 +63,10 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
 def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> float:
     """Return the time by which half of the runs have arrived, if some were stopped early.
 
+    The smallest time at which the estimated share of arrivals reaches ½; +inf if it never does. Each run arrived
+    or was stopped at its duration; without a run there is a ValueError.
+
     Source: Kaplan and Meier 1958, through :func:`scipy.stats.ecdf`. Deviation: none.
-
-    Args:
-        durations: time at which each run arrived or was stopped.
-        arrived: whether each run arrived.
-
-    Returns:
-        Smallest time at which the estimated share of arrivals reaches ½; +inf if it never does.
-
-    Raises:
-        ValueError: if there is no run.
 
     Example:
         >>> kaplan_meier_median([3, 5, 100], [True, True, False])
@@ -117,17 +91,11 @@ def logrank_p(
 
     Each run has the log-rank score d − Λ(t): its arrivals (0 or 1) minus the cumulative hazard of all runs at its
     time (Nelson–Aalen). Scores sum to 0; the sum over one side is its observed minus its expected arrivals. p is
-    the share of relabellings with a sum as far from 0: all of them up to 200,000, else 20,000 random ones.
+    the share of relabellings with a sum as far from 0: all of them up to 200,000, else 20,000 random ones. A side
+    is the time at which each of its runs arrived or was stopped, and whether it arrived.
 
     Source: Peto and Peto 1972. Deviation: permutations instead of the large-sample law, under which p < 0.05 is
     too frequent by chance (9% of the cases with 3 runs a side, 7% with 10).
-
-    Args:
-        first: runs of one side: time at which each arrived or was stopped, and whether it arrived.
-        second: runs of the other side.
-
-    Returns:
-        p in (0, 1].
 
     Example:
         >>> logrank_p(([10, 11, 12], [True] * 3), ([20, 21, 22], [True] * 3))
@@ -160,20 +128,9 @@ NO_CLASS = -1  # predicted class where a logit is NaN: never right
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """Return the class of the largest logit, the first of equal ones; ``NO_CLASS`` if a logit is NaN.
+    """Return the int64 class of the largest of (…, C) logits, the first of equal ones; ``NO_CLASS`` if one is NaN.
 
     torch's argmax treats NaN as the largest, so a diverged model would be right at times.
-
-    Args:
-        logits: (…, C) logits or log-probabilities.
-
-    Returns:
-        (…) int64 classes.
-
-    Example:
-        >>> import torch
-        >>> predicted_classes(torch.tensor([[0.0, 2.0], [torch.nan, 1.0]])).tolist()
-        [1, -1]
     """
     classes = logits.argmax(-1)  # the position of a NaN, if there is one
     return classes.masked_fill(logits.gather(-1, classes[..., None])[..., 0].isnan(), NO_CLASS)

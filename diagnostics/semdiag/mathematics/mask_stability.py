@@ -14,38 +14,22 @@ from semdiag.mathematics.spectral_norms import Real, float64
 
 @dataclass(frozen=True, eq=False)
 class TopSet:
-    """The k highest-scoring allowed keys of each row; k is the same for all rows.
+    """The k highest-scoring allowed keys of each row; k is the same for all rows."""
 
-    Attributes:
-        positions: (..., k) int64, positions of the keys in S.
-        boundary: (..., 2) int64, the lowest-scoring key in S and the highest-scoring one outside.
-        separation: Δ in nats, shape (...); +inf (or NaN) if a row has no more than k keys.
-        outside: (..., L) of the scores' dtype: 0 for allowed keys outside S, -inf for all others.
-    """
-
-    positions: Tensor
-    boundary: Tensor
-    separation: Tensor
-    outside: Tensor
+    positions: Tensor  # (..., k) int64, positions of the keys in S
+    boundary: Tensor  # (..., 2) int64, the lowest-scoring key in S and the highest-scoring one outside
+    separation: Tensor  # Δ in nats, shape (...); +inf (or NaN) if a row has no more than k keys
+    outside: Tensor  # (..., L) of the scores' dtype: 0 for allowed keys outside S, -inf for all others
 
 
 def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
     r"""Return the set S of each row's k largest scores, its boundary pair and its separation.
 
-    Δ = min_S z − max_{A\S} z.
+    Δ = min_S z − max_{A\S} z, of scores in nats (..., L), -inf where a key is not allowed; meaningless for rows
+    with fewer than k + 1 allowed keys. ``selected`` (..., k) int64 gives the positions of a set that was chosen
+    already, -1 for none. A k that is not in 1 … L is a ValueError.
 
     Source: paper, Def. 3 (docs/theory.md#semantic-separation). Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., L); -inf where a key is not allowed.
-        k: size of the set, 1 … L.
-        selected: (..., k) int64, positions of the chosen set, -1 for none; None means to compute it.
-
-    Returns:
-        The sets; meaningless for rows with fewer than k + 1 allowed keys.
-
-    Raises:
-        ValueError: if k is not in 1 … L.
 
     Example:
         >>> top = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
@@ -64,21 +48,13 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
 
 
 def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
-    """Return how far rounding can move any score of a row, in any order of summation.
+    """Return how far rounding can move any score of a row, in any order of summation, (..., Lq) in nats.
 
-    ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head.
+    ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head, q (..., Lq, D), k (..., Lk, D), and
+    eps the distance from 1 to the next number in the precision of the scores.
 
     Source: docs/theory.md#mask-stability; γ_D of a dot product (Higham, Accuracy and Stability of Numerical
     Algorithms, ch. 3). Deviation: four more roundings, for the scale and for differences.
-
-    Args:
-        q: queries (..., Lq, D).
-        k: keys (..., Lk, D).
-        scale: factor on the scores.
-        eps: distance from 1 to the next number in the precision of the scores.
-
-    Returns:
-        (..., Lq), nats.
 
     Example:
         >>> q, k = torch.ones(1, 64), torch.ones(3, 64)
@@ -92,21 +68,13 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
 
 
 def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
-    """Return whether each row's set provably survives a change of the scores: S' = S.
+    """Return whether each row's set provably survives a change of the scores, S' = S, bool (...).
 
-    max_j dz_j − min_j dz_j < Δ, over all allowed keys. A kept key leads a dropped one by at least Δ before the
-    change, and the lead shrinks by at most the range of dz.
+    max_j dz_j − min_j dz_j < Δ, over all allowed keys, in nats. A kept key leads a dropped one by at least Δ
+    before the change, and the lead shrinks by at most the range of dz. False decides nothing.
 
     Source: docs/theory.md#mask-stability. Deviation: room for rounding. If every score is off by at most
     ``rounding`` in all (before and after), Δ and the range are off by at most four times that.
-
-    Args:
-        change: range of dz over the allowed keys in nats, shape (...).
-        separation: Δ before the change, in nats.
-        rounding: largest rounding of a score before the change, plus that after the change.
-
-    Returns:
-        Bool, (...). False decides nothing: such a row may keep its set or change it.
 
     Example:
         >>> certified(torch.tensor([0.1, 0.3]), torch.tensor([0.2, 0.2]))
@@ -118,17 +86,11 @@ def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0
 def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
     """Return the probability that the two keys at the boundary do not swap under Gaussian changes of the scores.
 
-    P = Φ(Δ / sd), sd the standard deviation of dz_(k) − dz_(k+1).
+    P = Φ(Δ / sd), sd ≥ 0 the standard deviation of dz_(k) − dz_(k+1), both in nats: in [½, 1] for Δ ≥ 0; NaN if sd
+    is unknown, and with sd = 0 nothing moves.
 
     Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too, so the whole set survives
     less often, unless the changes are strongly correlated.
-
-    Args:
-        separation: Δ in nats.
-        spread: sd > 0 in nats, broadcastable; with 0 nothing moves.
-
-    Returns:
-        Probability, in [½, 1] for Δ ≥ 0; NaN if the spread is unknown.
 
     Example:
         >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))
@@ -140,21 +102,14 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
 
 
 def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) -> Tensor:
-    """Return |S ∩ S'|: how many keys of S are still among the k largest scores after a change.
+    """Return |S ∩ S'|, int64 (C, ...): how many keys of S are still among the k largest scores after C changes.
 
     The m largest scores in S and the k − m largest outside make up S' for the largest m with s_(m) ≥ o_(k−m+1).
     Most rows lose no key, which the ends of both lists show; only the others are sorted. A tie at the boundary
-    leaves the set unchanged.
+    leaves the set unchanged. Scores z' are (C, ..., L), in nats; rows have more than k allowed keys; ``out`` is
+    working memory of that shape.
 
     Source: docs/theory.md#mask-stability. Deviation: none.
-
-    Args:
-        scores: z' in nats, shape (C, ..., L): C changes of the same rows.
-        before: sets before the change, of rows (..., L) with more than k allowed keys.
-        out: working memory of the shape of ``scores``; None means new memory.
-
-    Returns:
-        Numbers of keys, (C, ...) int64, in 0 … k.
 
     Example:
         >>> before = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
@@ -183,24 +138,12 @@ def heavy_hitter_pair_stability(
 ) -> Bound:
     """Return the sound ξ_h of given pairs of rows, with all assumptions of Theorem 5 checked on the rows.
 
-    δ_h is the larger dispersion and Δ_h the smaller separation of the two rows.
+    δ_h is the larger dispersion and Δ_h the smaller separation of the two rows. Scores z and z' (..., keys) are in
+    nats; bool tensors of that shape name the unmasked keys S and S', at least one per row, and the allowed keys of
+    either. ln ξ_h is +inf for pairs that break an assumption.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: δ_h and Δ_h are taken over both
     rows; with one row's values the bound can be exceeded.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, unmasked keys S of z, at least one per row.
-        other_selected: bool, unmasked keys S' of z'.
-        allowed: bool, allowed keys of z: S and the keys passed over.
-        other_allowed: bool, allowed keys of z'.
-
-    Returns:
-        ln ξ_h per pair, shape (...); +inf for pairs that break an assumption.
-
-    Raises:
-        ValueError: if a row selects no key.
 
     Example:
         >>> z, all_keys = torch.tensor([3.0, 2.0, 1.0]), torch.tensor([True, True, True])
@@ -211,9 +154,12 @@ def heavy_hitter_pair_stability(
         >>> print(heavy_hitter_pair_stability(z, z, top, last, all_keys, all_keys).unmet[0])
         assumption not met: each row keeps its highest-scoring allowed keys (rows that do not = 1)
     """
-    ends = ((scores, selected, allowed), (other, other_selected, other_allowed))
-    delta = torch.maximum(*(_range(z, s) for z, s, _ in ends))
-    gap = torch.minimum(*(_gap(z, s, a) for z, s, a in ends))
+    ranges, gaps = [], []
+    for z, kept, keys_allowed in ((scores, selected, allowed), (other, other_selected, other_allowed)):
+        low = torch.where(kept, float64(z), math.inf).amin(dim=-1)
+        ranges.append(torch.where(kept, float64(z), -math.inf).amax(dim=-1) - low)
+        gaps.append(low - torch.where(keys_allowed & ~kept, float64(z), -math.inf).amax(dim=-1))
+    delta, gap = torch.maximum(*ranges), torch.minimum(*gaps)
     keys = torch.maximum(selected.sum(dim=-1), other_selected.sum(dim=-1))
     bound = heavy_hitter_stability(delta, gap, keys)
     size_differs = selected.sum(dim=-1) != other_selected.sum(dim=-1)
@@ -234,30 +180,13 @@ def _holds_in_all(statement: str, name: str, broken: Tensor) -> Assumption:
     return Assumption(statement, {name: count}, holds=count == 0)
 
 
-def _range(scores: Tensor, selected: Tensor) -> Tensor:
-    """Return the largest minus the smallest selected score."""
-    low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
-    return torch.where(selected, float64(scores), -math.inf).amax(dim=-1) - low
-
-
-def _gap(scores: Tensor, selected: Tensor, allowed: Tensor) -> Tensor:
-    """Return the smallest selected minus the largest unselected allowed score; +inf if all are selected."""
-    low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
-    return low - torch.where(allowed & ~selected, float64(scores), -math.inf).amax(dim=-1)
-
-
 def weight_change_bound(score_range: Real) -> Tensor:
     """Bound the change of the weights of two rows over the same keys: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
 
-    dz = z − z' over the keys. The bound is at most ‖dz‖_∞ and at most 2, and it is attained for every range.
+    range(dz) = max dz − min dz ≥ 0 over the keys, nats. The bound, float64 and no logarithm, is at most ‖dz‖_∞ and
+    at most 2, and it is attained for every range.
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.
-
-    Args:
-        score_range: max dz − min dz ≥ 0 over the keys, nats.
-
-    Returns:
-        The bound, same shape, float64. Not a logarithm.
 
     Example:
         >>> weight_change_bound([0.0, 0.02, 100.0])
@@ -270,17 +199,11 @@ def same_set_stability(log_odds: Real, score_range: Real) -> Bound:
     """Return ξ of a pair of rows over the same keys: sup of 2x(1 − x) over the largest weights x between them.
 
     Between the rows the log odds of the largest weight stay within range(dz)/2 of the mean m of both rows:
-    ξ = 2x(1 − x) with |ln(x/(1 − x))| = max(|m| − range(dz)/2, 0).
+    ξ = 2x(1 − x) with |ln(x/(1 − x))| = max(|m| − range(dz)/2, 0). m is that of
+    :func:`~semdiag.mathematics.softmax_stability.log_odds_of_largest`, +inf for a single key; range(dz) is in
+    nats.
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.
-
-    Args:
-        log_odds: m, the mean over both rows of ln(p_max/(1 − p_max)), see
-            :func:`~semdiag.mathematics.softmax_stability.log_odds_of_largest`; +inf for a single key.
-        score_range: max dz − min dz ≥ 0 over the keys, nats.
-
-    Returns:
-        ln ξ per pair, in [−∞, ln ½], in the broadcast shape.
 
     Example:
         >>> same_set_stability([3.0, 3.0, 0.0], [0.0, 8.0, 0.0]).log_value.exp()

@@ -17,19 +17,11 @@ from semdiag.mathematics.spectral_norms import Real, float64, log_one_plus_inver
 def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """Return the paper's ξ of full attention (k = n) and of masks that ignore the input: ξ = e^δ / k.
 
+    Arguments and errors as of :func:`~semdiag.mathematics.softmax_stability.fixed_mask_stability`.
+
     Source: paper, the ξ of standard and of input-agnostic sparse attention
     (docs/theory.md#paper-stability). Deviation: none. Below :func:`paper_form_threshold` it is too small for an
     ℓ1 constant (docs/theory.md#where-the-paper-form-fails), which the returned assumption says.
-
-    Args:
-        dispersion: δ ≥ 0 in nats, over the unmasked keys.
-        keys: k ≥ 1, number of unmasked keys.
-
-    Returns:
-        ln ξ = δ − ln k per entry.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> bound = paper_fixed_mask_stability([1.0, 90.0], 40)
@@ -46,18 +38,9 @@ def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 def paper_heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
     """Return the paper's ξ of heavy-hitter masks: ξ_h = (e^δ_h / k)(1 + 1/Δ_h).
 
+    Arguments, +inf and errors as of :func:`~semdiag.mathematics.softmax_stability.heavy_hitter_stability`.
+
     Source: paper, Thm 5 (docs/theory.md#paper-stability). Deviation: none.
-
-    Args:
-        dispersion: δ_h ≥ 0 in nats, over the unmasked keys.
-        separation: Δ_h in nats; +inf where every allowed key is unmasked.
-        keys: k ≥ 1, number of unmasked keys.
-
-    Returns:
-        ln ξ_h per entry; +inf where Δ_h ≤ 0, with the assumption reported as not met.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> paper_heavy_hitter_stability(2.0, 0.01, 5).log_value.exp().item()
@@ -74,11 +57,6 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
 
     Source: paper, Thm 5 (docs/theory.md#paper-stability). Deviation: none.
 
-    Args:
-        dispersion: δ_h ≥ 0 in nats.
-        separation: Δ_h in nats.
-        keys: k ≥ 1.
-
     Example:
         >>> log_paper_heavy_hitter(2.0, 0.01, 5).exp().item()
         149.2589...
@@ -88,20 +66,12 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
 
 
 def paper_form_threshold(keys: Real) -> Tensor:
-    """Return the dispersion below which some pairs of rows of n keys exceed e^δ/n.
+    """Return the dispersion in nats below which some pairs of rows of n ≥ 1 keys exceed e^δ/n.
 
-    The largest δ with e^δ/n < ξ*(δ, n), which is e^δ < sqrt(2n(n − 1)) − (n − 1).
+    The largest δ with e^δ/n < ξ*(δ, n), which is e^δ < sqrt(2n(n − 1)) − (n − 1); 0 for n ≤ 2, where the paper's
+    form is never exceeded. n < 1 is a ValueError.
 
     Source: docs/theory.md#where-the-paper-form-fails. Deviation: not in the paper.
-
-    Args:
-        keys: n ≥ 1, number of unmasked keys.
-
-    Returns:
-        The threshold in nats; 0 for n ≤ 2, where the paper's form is never exceeded.
-
-    Raises:
-        ValueError: if n < 1.
 
     Example:
         >>> paper_form_threshold([40, 600])
@@ -136,19 +106,12 @@ _SCORES = 2**27  # scores held at a time there, twice
 
 @dataclass(frozen=True, eq=False)
 class Truncations:
-    """The effect of truncation at each of n values of k, and the weight on keys other than the first.
+    """The effect of truncation at each of n values of k, and the weight on keys other than the first."""
 
-    Attributes:
-        change: (B, H, R, n), ‖o(k) − o‖.
-        size: (B, H, R), ‖o‖.
-        projected: (B, H, R, n), ‖(o(k) − o) W‖; None without a projection.
-        others: (B, H, R), ln Σ exp(z) over the sink and all keys but the first.
-    """
-
-    change: Tensor
-    size: Tensor
-    projected: Tensor | None
-    others: Tensor
+    change: Tensor  # (B, H, R, n), ‖o(k) − o‖
+    size: Tensor  # (B, H, R), ‖o‖
+    projected: Tensor | None  # (B, H, R, n), ‖(o(k) − o) W‖; None without a projection
+    others: Tensor  # (B, H, R), ln Σ exp(z) over the sink and all keys but the first
 
 
 @torch.no_grad()
@@ -162,10 +125,11 @@ def truncations(
     sinks: Tensor | None = None,
     projection: Tensor | None = None,
 ) -> Truncations:
-    """Return the change of each query's output if the query keeps its k largest scores.
+    """Return the change of each query's output if the query keeps its k largest scores, for each k of ``ks``.
 
     o(k) − o = τ (μ_kept − μ_dropped), with τ the dropped weight, and μ the weighted means of the values over kept
-    and dropped keys. A sink counts as a kept key of value 0.
+    and dropped keys. A sink counts as a kept key of value 0. Where a row has at most k keys, nothing is dropped,
+    and the change is rounding; NaN for rows without keys.
 
     Source: docs/theory.md#truncation; not in the paper. Deviation: computed as the equal μ_kept − o.
 
@@ -179,10 +143,6 @@ def truncations(
         first: (B, H), position of the first key.
         sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
         projection: (H, D, d), map of each head's output into the residual stream; None means none.
-
-    Returns:
-        Norms of the changes. Where a row has at most k keys, nothing is dropped, and the change is rounding; NaN
-        for rows without keys.
 
     Example:
         >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])  # weights of 1/2 each
@@ -208,7 +168,10 @@ def truncations(
         sink = (score - log_sum).exp()
         weights = (largest[0][b, h, r, : ks[-1]] - log_sum[..., None]).exp()
         sums, mass = _kept(weights, largest[1][b, h, r], own, ks)
-        others[b, h, r] = torch.logaddexp(score, _besides(strip, first[b, h]))
+        strip.forbid_(-torch.inf)
+        keys = torch.arange(strip.scores.shape[3], device=first.device)
+        besides = strip.scores.masked_fill(keys == first[b, h][..., None, None], -torch.inf)
+        others[b, h, r] = torch.logaddexp(score, besides.logsumexp(-1))
         output = _whole(strip, log_sum, own, sink)
         moved = sums.div_(mass.add_(sink[..., None])[..., None]).sub_(output[..., None, :])
         size[b, h, r], change[b, h, r] = output.norm(dim=-1), moved.norm(dim=-1)
@@ -235,13 +198,6 @@ def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) ->
     return sums.view(*mass.shape, -1).cumsum_(-2), mass.cumsum_(-1)
 
 
-def _besides(strip: ScoreStrip, first: Tensor) -> Tensor:
-    """Return ln Σ exp(z) over a strip's keys except the first, (b, h, r); set forbidden scores to -inf."""
-    strip.forbid_(-torch.inf)
-    keys = torch.arange(strip.scores.shape[3], device=first.device)
-    return strip.scores.masked_fill(keys == first[..., None, None], -torch.inf).logsumexp(-1)
-
-
 def _whole(strip: ScoreStrip, log_sum: Tensor, values: Tensor, sink: Tensor) -> Tensor:
     """Return the output over all keys, (b, h, r, D); overwrite the strip, whose forbidden scores are -inf."""
     weights = strip.scores.sub_(log_sum[..., None]).exp_()
@@ -257,22 +213,14 @@ _STRIP = 2**20  # scores held at a time
 def top_recall(
     q: Tensor, k: Tensor, scale: float, selected: Tensor, top: int, allowed: Tensor | None = None
 ) -> Tensor:
-    """Return the recall of the true top-k: |S_i ∩ T_i| / |T_i|, T_i the keys of query i's largest scores.
+    """Return the recall of the true top-k, (B, H, L) in [0, 1]: |S_i ∩ T_i| / |T_i|, T_i the largest scores' keys.
 
-    T_i are ``top`` keys, or all allowed ones if there are fewer. Ties are broken arbitrarily.
+    T_i are ``top`` ≥ 1 keys, or all allowed ones if there are fewer. Ties are broken arbitrarily. q (B, H, L, D)
+    and k (B, H, Lk, D) are scored as ``scale`` says; S_i are positions (B, H, L, K) int64, distinct in a row, -1
+    for none; ``allowed`` is broadcastable to (B, H, L, Lk). 0 for a query that keeps nothing, NaN if no key is
+    allowed.
 
     Source: docs/theory.md#hashes-and-clusters; not in the paper. Deviation: none.
-
-    Args:
-        q: queries (B, H, L, D).
-        k: keys (B, H, Lk, D).
-        scale: factor on the scores; a negative one ranks by the smallest products.
-        selected: (B, H, L, K) int64 positions of the keys in S_i, distinct in a row, -1 for none.
-        top: size of T_i, at least 1.
-        allowed: bool, broadcastable to (B, H, L, Lk); None means every key.
-
-    Returns:
-        (B, H, L) in [0, 1], of q's dtype: 0 for a query that keeps nothing, NaN if no key is allowed.
 
     Example:
         >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([[[[4.0], [1.0], [3.0]]]])

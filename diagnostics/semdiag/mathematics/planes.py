@@ -10,32 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """The points origin + x · first + y · second.
+    """The points origin + x · first + y · second."""
 
-    Attributes:
-        origin: (n,), vector of all parameters.
-        first: (n,), direction of x.
-        second: (n,), direction of y.
-    """
-
-    origin: Tensor
-    first: Tensor
-    second: Tensor
+    origin: Tensor  # (n,), vector of all parameters
+    first: Tensor  # (n,), direction of x
+    second: Tensor  # (n,), direction of y
 
     def point(self, x: float, y: float) -> Tensor:
         """Return the parameters at (x, y), shape (n,)."""
         return self.origin + x * self.first + y * self.second
 
     def distances(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the Euclidean length of x · first + y · second.
-
-        Args:
-            x: first coordinates (...), on any device.
-            y: second coordinates (...), on the same device.
-
-        Returns:
-            (...) float64, ≥ 0, in the parameters' unit.
-        """
+        """Return the Euclidean lengths (...) of x · first + y · second, float64, in the parameters' unit."""
         first, second = self.first.double(), self.second.double()
         one, both, other = (float(a.dot(b)) for a, b in ((first, first), (first, second), (second, second)))
         x, y = x.double(), y.double()
@@ -43,19 +29,13 @@ class Plane:
 
 
 def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:
-    """Return a Gaussian direction whose part in each tensor has the tensor's norm.
+    """Return a Gaussian direction (n,) whose part in each tensor has the tensor's norm; zero outside the tensors.
 
-    Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale.
+    Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale. The generator is
+    on the CPU, so that draws depend on neither the device nor the precision of the origin, the vector of all
+    parameters.
 
     Source: docs/theory.md#empirical. Deviation: none (the paper also scales tensor by tensor).
-
-    Args:
-        origin: (n,), vector of all parameters.
-        tensors: position of each tensor in the vector.
-        generator: random generator on the CPU, so that draws do not depend on the origin's device and precision.
-
-    Returns:
-        (n,); zero for a zero tensor, and outside the tensors.
 
     Example:
         >>> origin = torch.tensor([3.0, 4.0, 0.0, 0.0])
@@ -74,11 +54,6 @@ def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Gene
     a single number has no orthogonal direction; the second one does not move it.
 
     Source: docs/theory.md#empirical. Deviation: the second direction is made orthogonal to the first.
-
-    Args:
-        origin: (n,), vector of all parameters.
-        tensors: position of each tensor in the vector.
-        generator: random generator on the CPU.
     """
     first = random_direction(origin, tensors, generator)
     drawn = _gaussian(origin, generator)
@@ -106,22 +81,6 @@ def _as_long_as(origin: Tensor, drawn: Tensor, tensors: Sequence[slice]) -> Tens
 
 
 def unraveled(flat: Tensor, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """Return ``torch.unravel_index`` without its argument checks, which import sympy (half a second).
-
-    Args:
-        flat: (N,) int64 on CPU, in [0, product of ``shape``).
-        shape: shape of the tensor.
-        device: device of the result.
-
-    Returns:
-        (N,) int64 for each dimension.
-
-    Raises:
-        ValueError: if an index is outside the tensor.
-
-    Example:
-        >>> unraveled(torch.tensor([0, 5]), (2, 3), torch.device("cpu"))
-        (tensor([0, 1]), tensor([0, 2]))
-    """
+    """Return ``torch.unravel_index`` without its argument checks, which import sympy (half a second)."""
     places = np.unravel_index(flat.numpy(), tuple(shape))
     return tuple(torch.from_numpy(each).to(device, non_blocking=True) for each in places)

@@ -12,19 +12,12 @@ from semdiag_models.reading import unknown_name
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A binary floating-point format.
+    """A binary floating-point format."""
 
-    Attributes:
-        name: torch's name of the format.
-        digits: p, number of digits of the significand, with the implicit leading one.
-        exponent: exponent of the smallest normal number, 2^exponent.
-        largest: largest finite number.
-    """
-
-    name: str
-    digits: int
-    exponent: int
-    largest: float
+    name: str  # torch's name of the format
+    digits: int  # p, number of digits of the significand, with the implicit leading one
+    exponent: int  # exponent of the smallest normal number, 2^exponent
+    largest: float  # largest finite number
 
     @property
     def overflow(self) -> float:
@@ -47,15 +40,9 @@ _SHORT = {
 
 
 def number_format(name: str) -> NumberFormat:
-    """Return a format by torch's name or by a short name.
+    """Return a format by torch's name ("bfloat16") or by a short name ("bf16"); an unknown one is an InputError.
 
     Source: docs/theory.md#rounded-scores; digits and exponents are those of ``torch.finfo``. Deviation: none.
-
-    Args:
-        name: name like "bfloat16" or "bf16".
-
-    Raises:
-        InputError: if no format has this name.
 
     Example:
         >>> number_format("bf16").digits
@@ -73,19 +60,10 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
 
     Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
     rounds above the largest finite number counts as that number; two such scores may always swap. Where one engine
-    rounded h and l, and another engine chose by its own rounding of the same scores:
-    h − l ≤ 2(u(|h| + |l|) + 2η).
+    rounded h and l, and another engine chose by its own rounding of the same scores (``engines`` is 2):
+    h − l ≤ 2(u(|h| + |l|) + 2η). Scores (...) are not NaN; bool (...).
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        lower: scores (...), not NaN.
-        higher: scores (...) that are at least as large.
-        kind: format to which the engine rounded its scores.
-        engines: 1 if the engine rounded these scores, 2 if these are another engine's rounded scores.
-
-    Returns:
-        Whether they may swap, bool (...).
 
     Example:
         >>> one = torch.tensor(1.0, dtype=torch.float64)
@@ -102,20 +80,12 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
 
 
 def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor:
-    """Return a difference of scores in units of the last place of a score in a format.
+    """Return differences of scores (...) in units of the last place of a score (...) in a format, float64.
 
     Formula: difference / 2^(max(⌊log₂|score|⌋, e) − p + 1), e the exponent of the smallest normal number. A score
-    above the largest finite number counts as that number.
+    above the largest finite number counts as that number; it is not NaN.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        difference: differences (...); infinities and NaN stay.
-        score: scores (...), not NaN.
-        kind: number format of the scores.
-
-    Returns:
-        Units in the last place, float64 (...).
 
     Example:
         >>> last_places(torch.tensor(0.25), torch.tensor(3.0), FORMATS["float8_e4m3fn"]).item()
@@ -135,19 +105,12 @@ _OWN = 1 + 2.0**-30  # covers the rounding of a bound in float64
 
 
 def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
-    """Return values rounded once to a format: to nearest, ties to even, with subnormals, saturating.
+    """Return finite numbers (...) rounded once to a format: to nearest, ties to even, with subnormals, saturating.
 
     Formula: t · round(x'/t), x' = clamp(x, −M, M), t the unit in the last place of x', M the largest finite
-    number.
+    number; float64, without a scale.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
-
-    Args:
-        values: numbers (...), finite.
-        kind: number format; no scale is applied.
-
-    Returns:
-        Numbers of the format, float64 (...).
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS
@@ -159,45 +122,20 @@ def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
     return torch.round(values / place) * place
 
 
-def rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
-    """Return how far :func:`rounded` can move a number of at most this size.
-
-    Formula: e(x) = max(t/2, |x| − M), t the unit in the last place of min(|x|, M); e(0) = 0.
-
-    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
-
-    Args:
-        size: |x|, (...) ≥ 0.
-        kind: number format.
-
-    Returns:
-        Largest change, float64 (...).
-
-    Example:
-        >>> from semdiag.mathematics.rounding import FORMATS
-        >>> rounding_error(torch.tensor([1.0, 450.0]), FORMATS["float8_e4m3fn"]).tolist()
-        [0.0625, 16.0]
-    """
+def _rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
+    """Return e(x), how far :func:`rounded` can move a number of size at most x."""
     size = size.double()
     error = torch.maximum(_last_place(size.clamp(max=kind.largest), kind) / 2, size - kind.largest)
     return torch.where(size == 0, 0.0, error)
 
 
 def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
-    """Return an engine's scores: operands in a format, sums in float32, then the score in the format.
+    """Return an engine's scores in nats: operands in a format, sums in float32, then the score in the format.
 
-    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))).
+    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))); meaningless, perhaps NaN, where :func:`score_error` is infinite.
+    Arguments as of :func:`score_error`; float64 (..., Lq, Lk).
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
-
-    Args:
-        q: queries (..., Lq, D), finite.
-        k: keys (..., Lk, D), finite.
-        scale: factor c.
-        kind: number format of operands and scores.
-
-    Returns:
-        float64 (..., Lq, Lk), nats; meaningless, perhaps NaN, if :func:`score_error` is infinite.
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS
@@ -209,27 +147,19 @@ def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Te
 
 
 def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncated: bool = True) -> Tensor:
-    """Return how far an engine's scores can be from c q·k, in any order of summation.
+    """Return how far an engine's scores can be from c q·k, in any order of summation, float64 (..., Lq, Lk), nats.
 
     Formula: E + e(|c q·k| + E), with E = |c| Σ(|q|b + a(|k| + b)) + γ|c| Σ(|q| + a)(|k| + b) + 2(m|c| + 1)t,
     a = e(q), b = e(k), γ = nu/(1 − nu). Accumulation in float32, rounded to nearest: n = D + 4, m = D, u = 2^−24,
     t = 2^−150. Truncated, as on tensor cores, which also cut addends at the last place of the largest:
     n = 2D + 4, m = 2D, u = 2^−23, t = 2^−149; it is not smaller, and covers both.
 
+    Queries (..., Lq, D) and keys (..., Lk, D) are finite. The error is inf if unknown: a number is not finite, a
+    sum can exceed float32's largest number, the head is wider than 2^20, |c| is neither zero nor between 2^−126
+    and 2^126, or the format is finer than float32.
+
     Source: docs/theory.md#rounded-operands; γ as in Higham, Accuracy and Stability of Numerical Algorithms, ch. 3;
     not in the paper. Deviation: none.
-
-    Args:
-        q: queries (..., Lq, D), finite.
-        k: keys (..., Lk, D), finite.
-        scale: factor c.
-        kind: number format of operands and scores.
-        truncated: whether float32 sums may be truncated: True where the engine is unknown.
-
-    Returns:
-        float64 (..., Lq, Lk), nats; inf if unknown: a number is not finite, a sum can exceed float32's largest
-        number, the head is wider than 2^20, |c| is neither zero nor between 2^−126 and 2^126, or the format is
-        finer than float32.
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS
@@ -244,12 +174,12 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncate
     lost = (terms + 4) * coarser * _UNIT
     gamma = lost / (1 - lost)
     queries, keys = q.double().abs(), k.double().abs().mT
-    a, b = rounding_error(queries, kind), rounding_error(keys, kind)
+    a, b = _rounding_error(queries, kind), _rounding_error(keys, kind)
     operands = queries @ b + a @ (keys + b)
     largest = (queries + a) @ (keys + b)
     summed = c * (operands + gamma * largest) + 2 * (terms * c + 1) * coarser * _TINY
     score = (scale * (q.double() @ k.double().mT)).abs()
-    error = (summed + rounding_error((score + summed) * _OWN, kind)) * _OWN
+    error = (summed + _rounding_error((score + summed) * _OWN, kind)) * _OWN
     return torch.where(largest * max(c, 1.0) < 2.0**127, error, torch.inf)
 
 
@@ -260,19 +190,12 @@ def _last_place(values: Tensor, kind: NumberFormat) -> Tensor:
 
 
 def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
-    """Return whether each row keeps its set under all changes of its scores within their errors.
+    """Return whether each row keeps its set under all changes of its scores within their errors, bool (...).
 
-    Formula: min_S (z − E) > max_{A∖S} (z + E). It holds wherever Δ > 2 max E.
+    Formula: min_S (z − E) > max_{A∖S} (z + E), z (..., L) float64, -inf where a key is not allowed, E ≥ 0. It
+    holds wherever Δ > 2 max E. False decides nothing: such a row may keep its set or change it.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
-
-    Args:
-        scores: z, float64 (..., L); -inf where a key is not allowed.
-        error: E ≥ 0, (..., L).
-        before: sets by the scores, in rows with more than k allowed keys.
-
-    Returns:
-        Bool (...). False decides nothing: such a row may keep its set or change it.
 
     Example:
         >>> from semdiag.mathematics.mask_stability import top_set

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics import kernels
-from semdiag.mathematics.score_strips import Scores, ScoreStrip, add_ranks_, largest_scores, rows_of
+from semdiag.mathematics.score_strips import Scores, ScoreStrip, largest_scores, rows_of
 
 
-def strip_statistics(
+def _strip_statistics(
     strip: ScoreStrip,
     selected: Tensor | None,
     top: int,
@@ -17,20 +17,11 @@ def strip_statistics(
     received: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Compute a strip's statistics; this overwrites its scores.
+    """Return a strip's statistics by name, for :func:`_finished`; overwrite its scores.
 
-    Args:
-        strip: scores of the strip.
-        selected: (b, H, r, S) int64, positions of the keys in S_i; None means S_i = A_i.
-        top: K, number of largest scores.
-        load: (b, H, n) int64, key loads, added to in place.
-        received: (b, H, n), weights that the keys receive, added to in place; None means they are not wanted.
-        sinks: (H,) scores of the sinks in nats, for ``received``.
-
-    Returns:
-        Per query, for :func:`finished`: ``keys``; ``top``, for K = 0 just the largest score; ``minimum``, NaN if
-        any score is NaN; ``largest_weight``; for K > 0 ``order`` (b, H, r, K) int32, the position of the key of
-        each rank; ``non_finite`` if there are such scores; with S_i its own statistics, else ``mean``, Σ p z.
+    ``load`` and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the largest score alone;
+    ``minimum`` is NaN if any score is; ``mean`` is Σ p z, for which statistics of S_i stand where positions are
+    selected.
     """
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
@@ -71,16 +62,8 @@ def _share(strip: ScoreStrip, log_sum_exp: Tensor, sinks: Tensor | None) -> Tens
     return torch.where(share, (log_sum_exp - sinks[strip.heads, None].to(log_sum_exp.dtype)).sigmoid(), 0)
 
 
-def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]:
-    """Complete the statistics of all strips' rows.
-
-    Args:
-        rows: statistics of all queries (B, H, Lq) from :func:`strip_statistics`, without ``order``.
-        sinks: (H,) scores of the sinks in nats; None means no sink.
-
-    Returns:
-        The attributes of :class:`~semdiag.mathematics.row_statistics.RowStatistics` per query.
-    """
+def _finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]:
+    """Return the attributes of :class:`RowStatistics` per query from all strips' statistics, without ``order``."""
     keys, minimum = rows["keys"], rows["minimum"]
     none = keys == 0
     # The smallest score is NaN if any score is; the largest need not be.
@@ -99,7 +82,7 @@ def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]
             "kept_minimum": minimum,
             "kept_log_sum_exp": log_sum_exp,
             "dropped_maximum": torch.full_like(maximum, -torch.inf),
-            "entropy": nan_where(none, rows["entropy"].clamp(min=0)),
+            "entropy": _nan_where(none, rows["entropy"].clamp(min=0)),
         }
     return rows if sinks is None else _with_sinks(rows, sinks)
 
@@ -135,7 +118,7 @@ def _selected(
         "kept_minimum": torch.where(some, chosen.amin(-1), torch.inf),
         "kept_log_sum_exp": log_sum_exp,
         "dropped_maximum": torch.where(some, dropped, maximum),
-        "entropy": nan_where(~some, (log_sum_exp - mean).clamp(min=0)),
+        "entropy": _nan_where(~some, (log_sum_exp - mean).clamp(min=0)),
     }
 
 
@@ -148,10 +131,10 @@ def _with_sinks(statistics: dict[str, Tensor], sinks: Tensor) -> dict[str, Tenso
     }
     own, total = statistics["kept_log_sum_exp"], joint["kept_log_sum_exp"]
     mean = (own - total).exp() * (own - statistics["entropy"]) + (sink - total).exp() * sink
-    return statistics | joint | {"entropy": nan_where(statistics["kept"] == 0, (total - mean).clamp(min=0))}
+    return statistics | joint | {"entropy": _nan_where(statistics["kept"] == 0, (total - mean).clamp(min=0))}
 
 
-def nan_where(condition: Tensor, values: Tensor) -> Tensor:
+def _nan_where(condition: Tensor, values: Tensor) -> Tensor:
     """Return the values with NaN where the condition holds."""
     return values.masked_fill(condition, torch.nan)
 
@@ -225,77 +208,49 @@ class RowStatistics:
             ValueError: if k exceeds K.
         """
         if k is None:
-            return nan_where(self.kept == 0, self.kept_maximum - self.kept_minimum)
+            return _nan_where(self.kept == 0, self.kept_maximum - self.kept_minimum)
         self._check(k)
         smallest = torch.where(self.keys >= k, self.top[..., k - 1], self.minimum)
-        return nan_where(self.keys == 0, self.top[..., 0] - smallest)
+        return _nan_where(self.keys == 0, self.top[..., 0] - smallest)
 
     def separation(self, k: int | None = None) -> Tensor:
-        r"""Return the semantic separation Δ: the gap between the kept and the dropped scores.
+        r"""Return the semantic separation Δ: the gap between the kept and the dropped scores, (B, H, Lq), nats.
 
-        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; with k, as under top-k.
+        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; +inf if nothing is dropped; ≤ 0 only for input-agnostic masks and
+        bottom-k. ``k`` and its error as of :meth:`dispersion`.
 
         Source: paper, Def. 3 and eq. 22. Deviation: none.
-
-        Args:
-            k: number of kept heavy hitters, 1 … K; None for the model's own S_i.
-
-        Returns:
-            (B, H, Lq), nats; +inf if nothing is dropped; can be ≤ 0 only for input-agnostic masks and bottom-k.
-
-        Raises:
-            ValueError: if k exceeds K.
         """
         if k is None:
             gap = torch.where(self.kept < self.keys, self.kept_minimum - self.dropped_maximum, torch.inf)
-            return nan_where(self.kept == 0, gap)
+            return _nan_where(self.kept == 0, gap)
         self._check(k)
         gap = torch.where(self.keys > k, self.top[..., k - 1] - self.top[..., k], torch.inf)
-        return nan_where(self.keys == 0, gap)
+        return _nan_where(self.keys == 0, gap)
 
     def largest_weight(self) -> Tensor:
-        """Return the largest attention weight of each query, max_j p_j over S_i.
+        """Return the largest attention weight of each query, max_j p_j over S_i, in [1/k_i, 1]; NaN without keys.
 
         Source: docs/theory.md#local-stability. Deviation: none.
-
-        Returns:
-            (B, H, Lq), in [1/k_i, 1]; NaN for a row without keys.
         """
-        return nan_where(self.kept == 0, (self.kept_maximum - self.kept_log_sum_exp).exp())
+        return _nan_where(self.kept == 0, (self.kept_maximum - self.kept_log_sum_exp).exp())
 
     def mass_kept(self, k: int) -> Tensor:
-        """Return the share of the softmax over all of A_i held by the k largest scores.
+        """Return the share of the softmax over all of A_i held by the k largest scores, (B, H, Lq), in (0, 1].
 
-        m_i(k) = Σ_{j among the k largest} exp(z_j) / Σ_{A_i} exp(z_j), a sink counted in the denominator.
+        m_i(k) = Σ_{j among the k largest} exp(z_j) / Σ_{A_i} exp(z_j), a sink counted in the denominator; NaN for
+        a row without keys. ``k`` and its error as of :meth:`dispersion`.
 
         Source: none; the mass that top-k would renormalise. Deviation: none.
-
-        Args:
-            k: number of kept heavy hitters, 1 … K.
-
-        Returns:
-            (B, H, Lq), in (0, 1]; NaN for a row without keys.
-
-        Raises:
-            ValueError: if k exceeds K.
         """
         self._check(k)
         share = (self.top[..., :k].logsumexp(-1) - self.log_sum_exp).exp()
-        return nan_where(self.keys == 0, share.clamp(max=1.0))
+        return _nan_where(self.keys == 0, share.clamp(max=1.0))
 
     def key_load(self, k: int | None = None) -> Tensor:
-        """Return the key load l_j = #{i : j ∈ S_i}, a raw count; with k, under top-k.
+        """Return the key load l_j = #{i : j ∈ S_i}, a raw count, (B, H, Lk) int64; ``k`` as of :meth:`dispersion`.
 
         Source: paper, Theorem 5 (the loads behind β). Deviation: none.
-
-        Args:
-            k: number of kept heavy hitters, 1 … K; None for the model's own S_i.
-
-        Returns:
-            (B, H, Lk) int64.
-
-        Raises:
-            ValueError: if k exceeds K.
         """
         if k is None:
             return self.load
@@ -379,7 +334,7 @@ def row_statistics(
             _count_ranks_(ranks, rows["order"], rows["top"], scores.counted())
             rows["order"].masked_fill_(rows["top"][..., :top] == -torch.inf, -1)
         order = rows.pop("order", ranks.new_zeros(*rows["keys"].shape, 0))
-        rows = finished(rows, sinks)
+        rows = _finished(rows, sinks)
     if q.is_cuda:
         ranks.cumsum_(2)  # one operation
     for rank in range(1, 0 if q.is_cuda else top):  # in place: the ranks are the largest tensor here, K × Lk
@@ -410,7 +365,7 @@ def _strip_rows(
             if selected is not None:
                 own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
             part = weights[b, h, :seen] if received else None
-            for name, values in strip_statistics(strip, own, top, load[b, h, :seen], part, sinks).items():
+            for name, values in _strip_statistics(strip, own, top, load[b, h, :seen], part, sinks).items():
                 # One tensor for all strips: thousands of small ones would fragment memory.
                 if name not in rows:
                     with torch.inference_mode(False):
@@ -428,7 +383,8 @@ def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | N
         present = top[part, ..., : order.shape[3]] > -torch.inf
         if counted is not None:
             present &= counted[part]
-        add_ranks_(ranks[part], order[part], present)
+        positions = order[part].transpose(2, 3).long()
+        ranks[part].scatter_add_(-1, positions, present.transpose(2, 3).to(torch.int32))
 
 
 def _check_shapes(q: Tensor, k: Tensor, top: int) -> None:

@@ -12,27 +12,17 @@ PER_STRATUM = 2  # fewest draws that show the spread within a stratum
 
 
 def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw the fraction count / of of a sequence's queries, independently for every head.
+    """Draw the fraction count / of of a sequence's n queries for every head: positions (heads, most).
 
-    With n queries, m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n
-    positions form a circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are
-    drawn from each (one from the last, if m is odd). So no query is drawn twice, and by symmetry every query has
-    probability count / of: plain means and percentiles of the draws estimate those of all queries, whatever the
-    lengths.
+    m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n positions form a
+    circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are drawn from each (one
+    from the last, if m is odd). So no query is drawn twice, and by symmetry every query has probability count /
+    of: plain means and percentiles of the draws estimate those of all queries, whatever the lengths. Columns 2s
+    and 2s + 1 belong to stratum s; -1 (at the end) if a head has one fewer; at least one column. The generator
+    gives 3 + ⌊n · count / of⌋ numbers per head.
 
     Source: stratified sampling; Cochran 1977, Sampling Techniques, §5.3. Deviation: the random rotation, without
     which strata of unequal size would need weights.
-
-    Args:
-        queries: number n of queries of the sequence, at least 0.
-        heads: number of independent rows of draws.
-        count: numerator of the fraction, at least 1.
-        of: denominator of the fraction, at least ``count``.
-        rng: random generator, which gives 3 + ⌊n · count / of⌋ numbers per head.
-
-    Returns:
-        (heads, most) positions among the n, stratum by stratum: columns 2s and 2s + 1 belong to stratum s; -1 (at
-        the end) if a head has one fewer. At least one column.
 
     Example:
         >>> draw_queries(8, 2, 4, 8, np.random.default_rng(0)).tolist()
@@ -62,19 +52,12 @@ Ends = tuple[float, float]
 
 @dataclass(frozen=True)
 class SampledEstimate:
-    """An estimate of a statistic from drawn queries.
+    """An estimate of a statistic from drawn queries."""
 
-    Attributes:
-        statistic: name of the statistic, ``mean``, ``p1``, ….
-        estimate: estimate from the drawn queries.
-        these: interval for all queries of these sequences, where only the draws vary.
-        such: interval for sequences like these, where whole sequences vary; NaN for a single sequence.
-    """
-
-    statistic: str
-    estimate: float
-    these: Ends
-    such: Ends
+    statistic: str  # name of the statistic, ``mean``, ``p1``, …
+    estimate: float  # estimate from the drawn queries
+    these: Ends  # interval for all queries of these sequences, where only the draws vary
+    such: Ends  # interval for sequences like these, where whole sequences vary; NaN for a single sequence
 
 
 def sampled_estimates(
@@ -114,13 +97,12 @@ def sampled_estimates(
     The interval of a percentile lies between the percentiles at the ends of Wilson's interval of its level; it is
     missing (NaN) if too few draws or effective sequences (degrees of freedom + 1) lie beyond.
 
-    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959, A Note on the Application of
-    Quenouille's Method of Bias Reduction to the Estimation of Ratios (the jackknife); Bell and McCaffrey 2002,
-    Bias Reduction in Standard Errors for Linear Regression with Multi-Stage Samples (its degrees of freedom); Hall
-    1992, On the Removal of Skewness by Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson
-    1927.
-    Deviation: Student's factor instead of Hall's normal one; Wilson's interval with an effective number of draws,
-    instead of Woodruff's normal one.
+    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959, A Note on the Application of Quenouille's
+    Method of Bias Reduction to the Estimation of Ratios (the jackknife); Bell and McCaffrey 2002, Bias Reduction
+    in Standard Errors for Linear Regression with Multi-Stage Samples (its degrees of freedom); Hall 1992, On the
+    Removal of Skewness by Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson 1927. Deviation:
+    Student's factor instead of Hall's normal one; Wilson's interval with an effective number of draws, instead of
+    Woodruff's normal one.
 
     Args:
         values: (n,), values of drawn queries; those that are not finite do not count.
@@ -173,15 +155,8 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidenc
     """Return an interval for Σ sums / Σ counts over clusters like these, which may be few and skewed.
 
     Student's interval by the jackknife over clusters, after Hall's transformation; formulas and sources as for the
-    mean in :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts.
-
-    Args:
-        sums: (c,), sums of the clusters; finite.
-        counts: (c,), not negative; clusters with count 0 do not count.
-        confidence: confidence of the interval, in (0, 1).
-
-    Returns:
-        Both ends; NaN for fewer than two clusters.
+    mean in :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts. Sums (c,) are finite, counts
+    (c,) not negative, and clusters with count 0 do not count; NaN for fewer than two clusters.
 
     Example:
         >>> [round(end, 2) for end in ratio_ends(np.array([0.0, 1.0, 2.0, 9.0]), np.ones(4))]
@@ -195,7 +170,11 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidenc
     residuals = (sums - ratio * counts) / counts.sum()
     changes = residuals / (1 - weights)
     error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
-    critical, shape = float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights))), _shape(residuals)
+    critical, squares = (
+        float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights))),
+        float(residuals @ residuals),
+    )
+    shape = float((residuals**3).sum()) / (3 * squares**1.5) if squares else 0.0  # γ/(3√c), γ the skewness
     high, low = (ratio - error * _unskewed(t, shape) for t in (-critical, critical))
     return low, high
 
@@ -246,12 +225,6 @@ def _freedom(weights: NDArray[np.float64]) -> float:
     pairs = spread**2 * a**2 + 2 * a * c - 4 * spread * a * b + 2 * b**2
     pairs += float((squares**2 * (own**2 - (own - 1) ** 2)).sum())
     return max(1.0, float((squares * own).sum()) ** 2 / pairs)
-
-
-def _shape(sums: NDArray[np.float64]) -> float:
-    """Return γ/(3√c), γ the skewness of c numbers with sum 0; 0 if they are all equal."""
-    squares = float(sums @ sums)
-    return float((sums**3).sum()) / (3 * squares**1.5) if squares else 0.0
 
 
 def _unskewed(t: float, a: float) -> float:

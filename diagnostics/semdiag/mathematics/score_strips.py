@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,27 +27,16 @@ _LEAST_ROWS = 128  # rows per head in a strip: with fewer, all keys would be rea
 
 @dataclass(frozen=True, eq=False)
 class ScoreStrip:
-    """Scores of some samples and queries, without the last keys, which none of the queries may see.
+    """Scores of some samples and queries, without the last keys, which none of the queries may see."""
 
-    Attributes:
-        samples: samples of the strip.
-        heads: heads of the strip.
-        queries: queries of the strip.
-        scores: (b, H, r, n) in nats, including forbidden keys; the next strip overwrites them.
-        spare: working memory of the same shape.
-        allowed: bool, broadcastable to (b, H, r, n), keys in A_i; None means all but ``future``.
-        future: (r, t) bool, which of the last t keys the causal rule forbids; None means none.
-        counted: (b, 1 or H, r, 1) bool, queries that count towards key loads; None means all.
-    """
-
-    samples: slice
-    heads: slice
-    queries: slice
-    scores: Tensor
-    spare: Tensor
-    allowed: Tensor | None
-    future: Tensor | None
-    counted: Tensor | None
+    samples: slice  # samples of the strip
+    heads: slice  # heads of the strip
+    queries: slice  # queries of the strip
+    scores: Tensor  # (b, H, r, n) in nats, including forbidden keys; the next strip overwrites them
+    spare: Tensor  # working memory of the same shape
+    allowed: Tensor | None  # bool, broadcastable to (b, H, r, n), keys in A_i; None means all but ``future``
+    future: Tensor | None  # (r, t) bool, which of the last t keys the causal rule forbids; None means none
+    counted: Tensor | None  # (b, 1 or H, r, 1) bool, queries that count towards key loads; None means all
 
     def forbid_(self, value: float) -> None:
         """Overwrite the scores of forbidden keys."""
@@ -63,11 +52,9 @@ class ScoreStrip:
             return (self.allowed.sum(-1) * (length // self.allowed.shape[3])).expand(shape)
         if self.future is not None:
             hidden = self.future.shape[1]  # of the first query; one less for each later one
-            return (
-                torch.arange(length - hidden, length - hidden + shape[2], device=self.scores.device)
-                .clamp(max=length)
-                .expand(shape)
-            )
+            first = length - hidden
+            numbers = torch.arange(first, first + shape[2], device=self.scores.device)
+            return numbers.clamp(max=length).expand(shape)
         return torch.full(shape, length, device=self.scores.device)
 
     def load(self) -> Tensor:
@@ -136,7 +123,8 @@ class Scores:
         shared = self.q.shape[1] // self.k.shape[1]
         k = self.k[b, h.start // shared : h.stop // shared, :seen].flatten(0, 1)
         q = self.q[b, h, r] if places is None else rows_of(self.q[b, h], places)
-        _product_(scores.view(len(k), -1, seen), q.reshape(len(k), -1, self.q.shape[3]), k, self.scale)
+        out, q = scores.view(len(k), -1, seen), q.reshape(len(k), -1, self.q.shape[3])
+        torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=self.scale, out=out)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         bias, allowed = (_part(values, b, h, r, seen, places) for values in (self.bias, self.allowed))
@@ -166,11 +154,6 @@ class Scores:
         return counted if self.queries is None else counted & rows_of(self.queries[b, None, :, None], places)
 
 
-def _product_(out: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
-    """Compute scale · q kᵀ into ``out``: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
-    torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
-
-
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
     """Return a strip's part of a tensor broadcastable to (B, H, Lq, Lk)."""
     part = part_of(values, b, r if places is None else slice(None), seen)
@@ -181,14 +164,10 @@ def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of some queries, chosen per sample and head.
+    """Return the rows (b, H, r, n) of queries at ``places`` (b, H, r); a negative place gives an arbitrary row.
 
-    Args:
-        values: tensor (b, H, Lq, n); the first three axes may have length 1.
-        places: (b, H, r) int64 positions of queries; a negative one gives an arbitrary row.
-
-    Returns:
-        (b, H, r, n), or ``values`` itself if all its queries share one row.
+    The first three axes of ``values`` (b, H, Lq, n) may have length 1; the result is ``values`` itself if all its
+    queries share one row.
     """
     if values.shape[2] == 1:
         return values
@@ -200,16 +179,9 @@ def rows_of(values: Tensor, places: Tensor) -> Tensor:
 def part_of(
     values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, seen: int | None = None
 ) -> Tensor | None:
-    """Return some samples, queries and first keys of a tensor broadcastable to (B, H, Lq, Lk).
+    """Return some samples, queries and the ``seen`` first keys of a tensor broadcastable to (B, H, Lq, Lk).
 
-    Args:
-        values: tensor with at most four axes; None stays None.
-        samples: slice, or positions.
-        queries: slice, or positions.
-        seen: number of keys; None means all.
-
-    Returns:
-        Tensor with four axes; axes of length 1 keep that length.
+    The result has four axes, of which those of length 1 keep that length; None stays None.
     """
     if values is None:
         return None
@@ -226,21 +198,14 @@ _LOW = int(sys.byteorder == "big")  # index of the low half of an integer
 
 
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count + 1`` largest scores of each row, and the positions of the first ``count``.
+    """Return the ``count + 1`` largest scores of each row (..., n), and the positions of the first ``count``.
 
-    Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th
-    score: the largest scores lie in as many groups, those with the largest maxima, so only these are searched.
-    Rows in which an omitted score may be as large as a chosen one are sorted instead.
+    Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th score:
+    the largest scores lie in as many groups, those with the largest maxima, so only these are searched. Rows in
+    which an omitted score may be as large as a chosen one are sorted instead. Beyond the number of keys values are
+    -inf and positions arbitrary.
 
     Source: none; exact, whatever the grouping. Deviation: none.
-
-    Args:
-        scores: (..., n), nats; -inf where there is no key.
-        count: number of positions to return, at least 1.
-
-    Returns:
-        Values (..., count + 1), -inf beyond the number of keys, and int64 positions (..., count), arbitrary beyond
-        the number of keys.
 
     Example:
         >>> values, positions = largest_scores(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
@@ -257,18 +222,6 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         values = torch.nn.functional.pad(values, (0, count + 1 - kept), value=-torch.inf)
         positions = torch.nn.functional.pad(positions, (0, count + 1 - kept))
     return values, positions[..., :count]
-
-
-def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
-    """Count how often each key has each rank.
-
-    Args:
-        ranks: (b, H, K, Lk) int32, added to in place.
-        positions: (b, H, r, K), position of the key of each rank.
-        present: bool, same shape, positions that count.
-    """
-    ones = present.transpose(2, 3).to(torch.int32)
-    ranks.scatter_add_(-1, positions.transpose(2, 3).long(), ones)
 
 
 def _compared(scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
@@ -362,117 +315,57 @@ def _sorted(scores: Tensor, positions: Tensor | None, count: int) -> Tensor:
     return torch.from_numpy(_LAST - (array[..., : -count - 1 : -1] & (2**32 - 1)))
 
 
-Constants = tuple[Tensor, Tensor, Tensor, Tensor]  # the tensors of AttentionRows
-
-
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Constants of an attention map per query: natural logarithms, shape (..., queries); −∞ for padded queries.
+    """Constants of an attention map per query: natural logarithms, shape (..., queries); −∞ for padded queries."""
 
-    Attributes:
-        log_weight: ln p̄_i, largest weight that the row can give.
-        log_xi: ln ξ_i, constant of the row against ‖z − z'‖₁.
-        log_row: ln min(s_i ξ_i, row_i), constant of the row against ‖z − z'‖_∞.
-        log_split: ln of the constant against ‖a‖_∞ if z − z' = a + b and b counts with ξ_i: equal to ``log_row``,
-            except for heavy hitters, where 1 + 2/Δ_i replaces max(1, 2/Δ_i).
-        assumptions: assumptions of the constants.
-    """
-
-    log_weight: Tensor
-    log_xi: Tensor
-    log_row: Tensor
-    log_split: Tensor
-    assumptions: tuple[Assumption, ...]
+    log_weight: Tensor  # ln p̄_i, largest weight that the row can give
+    log_xi: Tensor  # ln ξ_i, constant of the row against ‖z − z'‖₁
+    log_row: Tensor  # ln min(s_i ξ_i, row_i), constant of the row against ‖z − z'‖_∞
+    log_split: Tensor  # ln of the constant against ‖a‖_∞ of z − z' = a + b; b counts with ξ_i
+    assumptions: tuple[Assumption, ...]  # assumptions of the constants
 
 
 def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """Return the constants of rows with a fixed set of keys: full, banded, block-local, random; global tokens.
 
+    δ_i ≥ 0 in nats is the largest over everything compared, k_i the number of keys, 0 for a padded query, which
+    does not count; both (..., queries). A negative or NaN dispersion, and a number of keys that is no integer ≥ 0,
+    are a ValueError.
+
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
-
-    Args:
-        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the largest over everything compared.
-        keys: k_i, shape (..., queries); 0 marks a padded query, which does not count.
-
-    Returns:
-        Constants of the rows.
-
-    Raises:
-        ValueError: if a dispersion is negative or NaN, or a number of keys is not an integer ≥ 0.
 
     Example:
         >>> fixed_mask_rows([2.0, 2.0], [5, 0]).log_row
         tensor([0., -inf], dtype=torch.float64)
     """
     delta, k = broadcast(dispersion, keys)
-
-    def constants(d: Tensor, n: Tensor) -> Constants:
-        row = fixed_mask_row_stability(d, n).log_value
-        return log_largest_weight(d, n), fixed_mask_stability(d, n).log_value, row, row
-
-    return AttentionRows(*_where_attended(k, constants, delta), assumptions=())
+    padded = k == 0
+    delta, k = delta.masked_fill(padded, 0), k.masked_fill(padded, 1)
+    row = fixed_mask_row_stability(delta, k).log_value
+    logs = log_largest_weight(delta, k), fixed_mask_stability(delta, k).log_value, row, row
+    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
+    return AttentionRows(weight, xi, row, split, ())
 
 
 def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
     """Return the constants of rows that keep their k_i highest-scoring allowed keys (top-k).
 
+    Arguments and errors as of :func:`fixed_mask_rows`; ``separation`` is Δ_i in nats, the smallest over everything
+    compared, +inf where nothing is masked. Constants are +inf in rows with Δ_i ≤ 0.
+
     Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's ξ_h is
     :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`.
-
-    Args:
-        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the largest over everything compared.
-        separation: Δ_i in nats, the smallest over everything compared; +inf where nothing is masked.
-        keys: k_i, shape (..., queries); 0 marks a padded query, which does not count.
-
-    Returns:
-        Constants of the rows; +inf in rows with Δ_i ≤ 0.
-
-    Raises:
-        ValueError: if a dispersion is negative or NaN, a separation NaN, or a number of keys no integer ≥ 0.
 
     Example:
         >>> heavy_hitter_rows(2.0, [0.5, float("inf")], 5).log_row.exp()
         tensor([4., 1.], dtype=torch.float64)
     """
     delta, gap, k = broadcast(dispersion, separation, keys)
-
-    def constants(d: Tensor, n: Tensor, g: Tensor) -> Constants:
-        row, split = heavy_hitter_row_stability(d, g, n), heavy_hitter_split_stability(d, g, n)
-        xi = heavy_hitter_stability(d, g, n)
-        return log_largest_weight(d, n), xi.log_value, row.log_value, split.log_value
-
-    assumption = positive_separation(gap[k != 0])
-    return AttentionRows(*_where_attended(k, constants, delta, gap), assumptions=(assumption,))
-
-
-def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
-    """Return ln Σ_{i : l ∈ S_i} value_i over the queries i that use a key l: a weighted key load.
-
-    Source: docs/theory.md#attention-map. Deviation: none.
-
-    Args:
-        log_values: ln value_i, shape (..., queries).
-        selected: bool, shape (..., queries, keys): l ∈ S_i.
-
-    Returns:
-        Shape (..., keys), float64; −∞ for keys that no query uses.
-
-    Example:
-        >>> key_sums(torch.zeros(2), torch.tensor([[True, True], [True, False]])).exp()
-        tensor([2., 1.])
-    """
-    return torch.where(selected, log_values[..., None], -math.inf).logsumexp(dim=-2)
-
-
-def _where_attended(keys: Tensor, constants: Callable[..., Constants], *rows: Tensor) -> Constants:
-    """Return the constants of rows with keys; −∞ (no contribution) for rows without."""
-    padded = keys == 0
-    delta, *rest = (torch.where(padded, 0.0, row) for row in rows)
-    weight, xi, row, split = constants(delta, torch.where(padded, 1.0, keys), *rest)
-    nothing = -math.inf
-    return (
-        torch.where(padded, nothing, weight),
-        torch.where(padded, nothing, xi),
-        torch.where(padded, nothing, row),
-        torch.where(padded, nothing, split),
-    )
+    padded = k == 0
+    assumption = positive_separation(gap[~padded])
+    delta, gap, k = delta.masked_fill(padded, 0), gap.masked_fill(padded, 0), k.masked_fill(padded, 1)
+    forms = (heavy_hitter_stability, heavy_hitter_row_stability, heavy_hitter_split_stability)
+    logs = log_largest_weight(delta, k), *(form(delta, gap, k).log_value for form in forms)
+    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
+    return AttentionRows(weight, xi, row, split, (assumption,))

@@ -11,19 +11,13 @@ from semdiag_models import InputError
 
 @dataclass(frozen=True)
 class AllowedKeys:
-    """The keys that each row may choose: positions j with ``first`` ≤ j < ``end``.
+    """The keys that each row may choose: positions j with ``first`` ≤ j < ``end``."""
 
-    Attributes:
-        first: int64 (rows,), first allowed key.
-        end: int64 (rows,), position after the last allowed key.
-        position: int64 (rows,), position of the row's query among the keys; None if unknown and not needed.
-        counts: bool (rows,), False for the rows of padded queries.
-    """
-
-    first: Tensor
-    end: Tensor
+    first: Tensor  # int64 (rows,), first allowed key
+    end: Tensor  # int64 (rows,), position after the last allowed key
+    # int64 (rows,), position of the row's query among the keys; None if unknown and not needed
     position: Tensor | None
-    counts: Tensor
+    counts: Tensor  # bool (rows,), False for the rows of padded queries
 
 
 def allowed_keys(
@@ -34,7 +28,7 @@ def allowed_keys(
     documents: Tensor | None = None,
     causal: bool = False,
 ) -> AllowedKeys:
-    """Return the keys that each row may choose.
+    """Return the keys that each row may choose; an InputError says that the arguments do not fit together.
 
     The valid keys of a sequence are starts ≤ j < starts + lengths. If queries have positions (with ``causal`` or
     ``documents``), they are the last tokens: query i of q is at n − q + i of n keys; if there are fewer queries
@@ -50,9 +44,6 @@ def allowed_keys(
         documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: document of each token,
             negative for padding; the tokens of a document are contiguous.
         causal: whether to exclude the keys after the query.
-
-    Raises:
-        InputError: if the arguments do not fit together.
 
     Example:
         >>> allowed_keys((3,), 4, causal=True).end.tolist()  # the last three of four tokens
@@ -88,18 +79,15 @@ def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
     shape = tuple(numbers.shape)
     if numbers.ndim == 1 and numbers.shape[0] == rows[0]:
         numbers = numbers.reshape(-1, *(1 for _ in rows[1:]))
-    fits = numbers.ndim == len(rows) and all(map(_fits, numbers.shape, rows))
+    fits = numbers.ndim == len(rows) and all(
+        own in (1, size) for own, size in zip(numbers.shape, rows, strict=True)
+    )
     if numbers.numel() != 1 and not fits:
         raise InputError(
             f"{name} of shape {shape} do not fit rows of shape {rows}: give one number, one for each of the first "
             f"dimension, or {len(rows)} dimensions of the same sizes or 1."
         )
     return (numbers.reshape(()) if numbers.numel() == 1 else numbers).expand(rows)
-
-
-def _fits(own: int, wanted: int) -> bool:
-    """Return whether a dimension can be expanded to another."""
-    return own in (1, wanted)
 
 
 def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
@@ -169,7 +157,9 @@ def judge_rows(
     """Return, for each row that counts, a grade, its worst chosen and k-th scores, and its best dropped score.
 
     A row is right if no dropped key has a larger score than the worst chosen one: one pass over the scores,
-    without sorting. The k-th score is computed only for rows that are not right.
+    without sorting. The k-th score is computed only for rows that are not right. Grades are indices into
+    ``GRAVITY``, int8; scores are float64, NaN where nothing was chosen or nothing dropped. NaN as an allowed key's
+    score is an InputError.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -183,13 +173,6 @@ def judge_rows(
             :func:`~semdiag.mathematics.rounding.may_swap`.
         error: (rows, n) ≥ 0, largest distance of each score from the engine's; the scores were then recomputed,
             and not rounded. None means that the engine chose by these scores.
-
-    Returns:
-        Grades (indices into ``GRAVITY``, int8) and three float64 tensors, one entry per row that counts; NaN where
-        there is no such score, because nothing was chosen or nothing dropped.
-
-    Raises:
-        InputError: if the score of an allowed key is NaN.
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1
@@ -198,38 +181,22 @@ def judge_rows(
     room = None
     for start in range(0, picked.numel(), per_part):
         own: slice | Tensor = slice(start, start + per_part) if every else picked[start : start + per_part]
+        places = indices[own].long()  # a number too large for int64 is out of range anyway
+        places = places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
         part = _Part(
-            None if scores is None else scores[own], _key_places(indices[own], keys), keys,
+            None if scores is None else scores[own], places, keys,
             allowed.first[own, None].to(indices.device), allowed.end[own, None].to(indices.device),
             None if allowed.position is None else allowed.position[own, None].to(indices.device),
+            picked[start : start + per_part],
         )  # fmt: skip
         if room is None and part.scores is not None:
             room = part.room(per_part)
         part.error = None if error is None else error[own]
-        try:
-            judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
-            for column, values in zip(found, judged, strict=True):
-                column.append(values)
-        except _NotANumberError as error:
-            raise InputError(
-                f"The scores of row {int(picked[start + error.row])} hold NaN, which is neither larger nor "
-                "smaller than another score."
-            ) from None
+        judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
+        for column, values in zip(found, judged, strict=True):
+            column.append(values)
     grade, *numbers = (torch.cat(column) for column in found)
     return grade, numbers[0], numbers[1], numbers[2]
-
-
-def _key_places(indices: Tensor, keys: int) -> Tensor:
-    """Convert indices to int64; numbers too large for it are out of range anyway."""
-    places = indices.long()
-    return places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
-
-
-class _NotANumberError(Exception):
-    """Raised if a row contains NaN."""
-
-    def __init__(self, row: int) -> None:
-        self.row = row
 
 
 @dataclass
@@ -242,6 +209,7 @@ class _Part:
     first: Tensor
     end: Tensor
     position: Tensor | None
+    numbers: Tensor  # of the rows
     error: Tensor | None = None
 
     def room(self, rows: int) -> Tensor:
@@ -263,7 +231,11 @@ class _Part:
     def by_scores(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the result of :func:`judge_rows` by the scores."""
         rows, k = self.indices.shape
-        table = self._filled(room[:rows])
+        assert self.scores is not None
+        table = room[:rows]  # with +inf in the extra column
+        table[:, : self.keys].copy_(self.scores)
+        table[:, self.keys] = torch.inf
+        self._mask_(table[:, : self.keys], self.first, self.end)
         inside = (self.indices >= self.first) & (self.indices < self.end)
         valid = None if bool(inside.all()) else inside
         slots = self.indices if valid is None else self.indices.where(valid, self.keys)
@@ -278,7 +250,10 @@ class _Part:
         worst, left = chosen.amin(1).cpu().double(), table[:, : self.keys].amax(1).cpu().double()
         unknown = worst.isnan() | left.isnan()
         if bool(unknown.any()):
-            raise _NotANumberError(int(unknown.nonzero()[0]))
+            row = int(self.numbers[unknown.nonzero()[0]])
+            raise InputError(
+                f"The scores of row {row} hold NaN, which is neither larger nor smaller than another score."
+            )
         number, free = number.cpu(), (self.end - self.first).squeeze(1).cpu()
         worst = worst.where(number > 0, torch.nan)
         left = left.where(free > number, torch.nan)
@@ -306,14 +281,6 @@ class _Part:
         chosen = marked.scatter_(1, slots.where(slots >= 0, self.keys), True)[:, : self.keys]
         lowest = (scores + error).masked_fill(~chosen, torch.inf).amin(1)
         return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
-
-    def _filled(self, table: Tensor) -> Tensor:
-        """Return the scores, with -inf for keys that are not allowed and +inf in the extra column."""
-        assert self.scores is not None
-        table[:, : self.keys].copy_(self.scores)
-        table[:, self.keys] = torch.inf
-        self._mask_(table[:, : self.keys], self.first, self.end)
-        return table
 
     def _mask_(self, scores: Tensor, first: Tensor, end: Tensor) -> None:
         if bool((first > 0).any()) or bool((end < self.keys).any()):
@@ -365,30 +332,16 @@ class _Part:
         if self.error is not None:
             fine = self._within_error(at)
         elif engines == 1:
-            fine = rounds_together(worst[at], left[at], kind)
+            fine = _rounds_together(worst[at], left[at], kind)
         else:
             fine = may_swap(worst[at], left[at], kind, engines)
         grade[at] = torch.where(fine, _GRADE[explained], _GRADE["wrong"]).to(torch.int8)
 
 
-def rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
+def _rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
     """Return whether the lower of two scores, rounded once to a format, is not below the higher one.
 
-    Formula: fl(l) ≥ fl(h), to nearest, ties to even. As fl is monotonic, l and h may be the least chosen and the
-    best dropped score. A number beyond the largest finite one counts as that one, or as infinite.
-
-    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        lower: scores (...), not NaN.
-        higher: scores (...) that are at least as large.
-        kind: format to which the engine rounded the scores before it chose.
-
-    Example:
-        >>> from semdiag.mathematics.rounding import FORMATS
-        >>> one = torch.tensor([1.0, 1.0])
-        >>> rounds_together(one, one + torch.tensor([2**-9, 2**-7]), FORMATS["bfloat16"]).tolist()
-        [True, False]
+    fl never falls, so they may be the least chosen and the best dropped score: docs/theory.md#rounded-scores.
     """
     lower, higher = lower.double(), higher.double()
     beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
@@ -397,57 +350,33 @@ def rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor
 
 
 def without_repeats(indices: Tensor) -> Tensor:
-    """Replace repeated and negative indices in each row by -1.
-
-    Args:
-        indices: int64 (rows, k).
-
-    Example:
-        >>> without_repeats(torch.tensor([[4, 2, 4, -1]])).tolist()
-        [[4, 2, -1, -1]]
-    """
+    """Replace repeated and negative indices in each row of (rows, k) by -1."""
     ordered, places = indices.sort(dim=1, stable=True)
     again = torch.zeros_like(indices, dtype=torch.bool)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
     return indices.masked_fill(torch.zeros_like(again).scatter_(1, places, again) | (indices < 0), -1)
 
 
-def places_in(keys: Tensor, others: Tensor) -> Tensor:
-    """Return the position of each key among the other row's keys, -1 if it is absent.
-
-    Args:
-        keys: int64 (rows, k), distinct in a row, -1 for none.
-        others: int64 (rows, m), distinct in a row, -1 for none.
-
-    Example:
-        >>> places_in(torch.tensor([[4, 2, -1]]), torch.tensor([[7, 4, -1]])).tolist()
-        [[1, -1, -1]]
-    """
+def _places_in(keys: Tensor, others: Tensor) -> Tensor:
+    """Return the position of each key among the other row's distinct keys, -1 if it is absent or negative."""
     ordered, places = others.sort(dim=1)
     at = torch.searchsorted(ordered.contiguous(), keys.contiguous()).clamp(max=others.shape[1] - 1)
     return places.gather(1, at).where((ordered.gather(1, at) == keys) & (keys >= 0), -1)
 
 
 def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap of each row's two sets of keys, and how far their common keys moved.
+    """Return the overlap in [0, 1] of each row's two sets of keys, and how far their common keys moved, float64.
 
     Formula: |A ∩ B| / max(|A|, |B|), 1 if both are empty; and the mean of |place in A − place in B| over A ∩ B,
-    NaN if that is empty.
+    NaN if that is empty. A and B are int64 (rows, k), distinct in a row, -1 for none.
 
     Source: not in the paper. Deviation: none.
-
-    Args:
-        first: int64 (rows, k), A, distinct in a row, -1 for none.
-        second: int64 (rows, k), B, likewise.
-
-    Returns:
-        Overlap in [0, 1] and displacement ≥ 0, float64 (rows,).
 
     Example:
         >>> [part.tolist() for part in overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]))]
         [[0.5], [1.0]]
     """
-    at = places_in(first, second)
+    at = _places_in(first, second)
     common = at >= 0
     number = common.sum(1)
     larger = torch.maximum((first >= 0).sum(1), (second >= 0).sum(1))
@@ -457,44 +386,31 @@ def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
-    r"""Return the share of A's weight on keys outside B.
+    r"""Return the share of A's weight on keys outside B, (rows,).
 
-    Formula: Σ_{A \ B} w_j / Σ_A w_j; NaN where A has no weight.
+    Formula: Σ_{A \ B} w_j / Σ_A w_j; NaN where A has no weight. A and B as of :func:`overlaps`, w ≥ 0 (rows, k).
 
     Source: not in the paper. Deviation: none.
-
-    Args:
-        first: int64 (rows, k), A, distinct in a row, -1 for none.
-        second: int64 (rows, k), B, likewise.
-        weights: (rows, k) ≥ 0, weights of A's keys.
 
     Example:
         >>> weight_lost(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]), torch.tensor([[3.0, 1.0]])).tolist()
         [0.25]
     """
     own = weights.double().masked_fill(first < 0, 0)
-    return own.masked_fill(places_in(first, second) >= 0, 0).sum(1) / own.sum(1)
+    return own.masked_fill(_places_in(first, second) >= 0, 0).sum(1) / own.sum(1)
 
 
 @torch.no_grad()
 def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Return the margin of each row's top-k, and whether it is certified.
+    """Return the margin of each row's top-k, float64 (rows,), and whether it is certified, bool (rows,).
 
     Formula: margin Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u
     = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after every
     score is rounded once to the format. A row that drops no key with a finite score, or keeps only infinite ones,
-    decides nothing: its margin is +∞, and it is certified.
+    decides nothing: its margin is +∞, and it is certified. Scores (rows, n) are not NaN; -inf, or less than half
+    the lowest number of their dtype, where a mask forbids the key.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
-
-    Args:
-        scores: (rows, n), not NaN; -inf, or less than half the lowest number of its dtype, where a mask forbids
-            the key.
-        k: number of kept keys, at least 1.
-        kind: number format of the scores.
-
-    Returns:
-        Margins, float64 (rows,), and whether they are certified, bool (rows,).
 
     Example:
         >>> from semdiag.mathematics.rounding import FORMATS

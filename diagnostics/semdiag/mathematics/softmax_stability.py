@@ -12,26 +12,16 @@ from semdiag.mathematics.spectral_norms import (
     float64,
     log_one_plus_inverse,
     log_sum,
-    log_swap_cost,
 )
 
 
 def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
     """Return ln of the largest weight that a softmax row of k keys and range δ can give to one key.
 
-    p̄(δ, k) = e^δ / (e^δ + k − 1).
+    p̄(δ, k) = e^δ / (e^δ + k − 1), of which ln is in [−ln k, 0]. Arguments and errors as of
+    :func:`fixed_mask_stability`.
 
     Source: docs/theory.md#largest-weight. Deviation: the paper's e^δ/k can exceed 1.
-
-    Args:
-        dispersion: δ ≥ 0 in nats, largest minus smallest unmasked score.
-        keys: k ≥ 1, number of unmasked keys.
-
-    Returns:
-        ln p̄ in [−ln k, 0], in the broadcast shape.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> log_largest_weight([0.0, 1000.0], 4).exp()
@@ -44,7 +34,7 @@ def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
 def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """Return ξ of a row whose set of keys does not depend on its scores: full, banded, block-local, random.
 
-    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key.
+    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key. ln ξ* is in [−∞, ln ½].
     No smaller constant holds for all pairs of rows of range ≤ δ (for δ > 0), and it never exceeds ½.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k, kept in
@@ -53,9 +43,6 @@ def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     Args:
         dispersion: δ ≥ 0 in nats, the larger of the two rows' ranges over the unmasked keys.
         keys: k ≥ 1, number of unmasked keys (all allowed keys for full attention).
-
-    Returns:
-        ln ξ* per entry, in [−∞, ln ½].
 
     Raises:
         ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
@@ -79,20 +66,18 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
     """Return ξ of a row that keeps its k highest-scoring allowed keys (top-k).
 
     ξ_h = ξ*(δ_h, k) + max over 0 ≤ d ≤ δ_h of 2 p̄(d, k) / (2Δ_h + d), with δ_h the larger range and Δ_h the
-    smaller separation of both rows.
+    smaller separation of both rows. ln ξ_h is +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as
+    not met.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
-    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that
-    both rows keep their own top-k set;
-    :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability` checks it on the rows.
+    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that both
+    rows keep their own top-k set; :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability` checks
+    it on the rows.
 
     Args:
         dispersion: δ_h ≥ 0 in nats, the larger of both rows.
         separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
         keys: k ≥ 1, number of unmasked keys, the same in both rows.
-
-    Returns:
-        ln ξ_h per entry; +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as not met.
 
     Raises:
         ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
@@ -106,26 +91,17 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
     """
     delta, k = _checked(dispersion, keys)
     gap = _checked_separation(separation)
-    log_xi = log_sum(fixed_mask_stability(delta, k).log_value, log_swap_cost(delta, gap, k))
+    log_xi = log_sum(fixed_mask_stability(delta, k).log_value, _log_swap_cost(delta, gap, k))
     return Bound(log_xi, (positive_separation(gap),), "docs/theory.md#heavy-hitter-stability")
 
 
 def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
     """Return the row form for a fixed set of keys: ‖p(z) − p(z')‖₁ ≤ min(k ξ*, 1) ‖z − z'‖_∞.
 
-    k ξ* ≥ 1 for every k ≥ 2, so the constant is 1, and 0 for a single key, whatever the dispersion.
+    k ξ* ≥ 1 for every k ≥ 2, so the constant is 1, and 0 for a single key, whatever the dispersion. Arguments and
+    errors as of :func:`fixed_mask_stability`.
 
     Source: docs/theory.md#row-form. Deviation: not in the paper, which uses ‖z − z'‖₁.
-
-    Args:
-        dispersion: δ ≥ 0 in nats; only its shape matters.
-        keys: k ≥ 1, number of unmasked keys.
-
-    Returns:
-        ln of the constant per entry: 0, or −∞ for a single key.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> fixed_mask_row_stability([0.0, 90.0, 5.0], [40, 40, 1]).log_value.exp()
@@ -141,20 +117,9 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
 
     If the set stays the same, the constant is 1. Otherwise a key i that leaves and a key j that enters have (z_i −
     z'_i) + (z'_j − z_j) ≥ 2Δ_h, so ‖z − z'‖_∞ ≥ Δ_h, and ‖p − p'‖₁ ≤ 2. If nothing is masked (Δ_h = +inf), it is
-    the fixed set's min(k ξ*, 1).
+    the fixed set's min(k ξ*, 1). Arguments and errors as of :func:`heavy_hitter_stability`.
 
     Source: docs/theory.md#row-form. Deviation: not in the paper.
-
-    Args:
-        dispersion: δ_h ≥ 0 in nats, the larger of both rows.
-        separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
-        keys: k ≥ 1, number of unmasked keys, the same in both rows.
-
-    Returns:
-        ln of the constant per entry; +inf where Δ_h ≤ 0.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> heavy_hitter_row_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
@@ -171,21 +136,11 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
 def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
     """Return the row form for a top-k set whose scores change by two terms, as they do when tokens move.
 
-    ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖a‖_∞ + ξ_h ‖b‖₁ for every z − z' = a + b.
+    ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖a‖_∞ + ξ_h ‖b‖₁ for every z − z' = a + b; the constant of ‖a‖_∞ is
+    returned. Arguments and errors as of :func:`heavy_hitter_stability`.
 
     Source: docs/theory.md#attention-map. Deviation: not in the paper. Whether max(1, 2/Δ_h), as in the row form,
     could replace the sum 1 + 2/Δ_h is not proved.
-
-    Args:
-        dispersion: δ_h ≥ 0 in nats, the larger of both rows.
-        separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
-        keys: k ≥ 1, number of unmasked keys, the same in both rows.
-
-    Returns:
-        ln of the constant of ‖a‖_∞ per entry; +inf where Δ_h ≤ 0.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> heavy_hitter_split_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
@@ -199,15 +154,9 @@ def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real)
 
 
 def positive_separation(separation: Real) -> Assumption:
-    """Return the assumption Δ > 0 of every heavy-hitter bound, as measured.
+    """Return the assumption Δ > 0 of every heavy-hitter bound: the smallest Δ in nats, and the rows at or below 0.
 
     Source: paper, Thm 5 (docs/theory.md#semantic-separation). Deviation: none.
-
-    Args:
-        separation: Δ in nats, one entry per row; +inf where nothing is masked.
-
-    Returns:
-        Assumption with the smallest separation and the number of rows at or below 0.
 
     Example:
         >>> positive_separation([0.5, float("inf")]).holds
@@ -245,19 +194,11 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
     """Return ln ξ_loc of each row: the ℓ1 → ℓ1 norm of the softmax Jacobian at the row.
 
     ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k). The largest weight attains the maximum; 1 − p_j is summed over the
-    other weights, so that it stays accurate if p_j rounds to 1.
+    other weights, so that it stays accurate if p_j rounds to 1. From scores in nats and selected keys (bool), both
+    (..., keys), it is float64 (...), in [−∞, ln ½]; −∞ for a single key. A row that selects no key is a
+    ValueError.
 
     Source: docs/theory.md#local-stability. Deviation: not in the paper.
-
-    Args:
-        scores: z in nats, shape (..., keys); entries that are not selected are ignored (they may be −inf).
-        selected: bool, shape (..., keys), at least one True per row.
-
-    Returns:
-        ln ξ_loc, shape (...), float64, in [−∞, ln ½]; −∞ for a single key.
-
-    Raises:
-        ValueError: if a row selects no key.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0, 5.0], [900.0, 0.0, 0.0]])
@@ -271,17 +212,9 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
 def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
     """Return the log odds of each row's largest weight, ln(p_max/(1 − p_max)), accurate even if p_max rounds to 1.
 
+    Arguments and errors as of :func:`local_stability`; nats, +inf for a single key.
+
     Source: docs/theory.md#same-set. Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        selected: bool, shape (..., keys), at least one True per row.
-
-    Returns:
-        Log odds in nats, shape (...), float64; +inf for a single key.
-
-    Raises:
-        ValueError: if a row selects no key.
 
     Example:
         >>> rows = torch.tensor([[0.0, 0.0, 0.0], [900.0, 0.0, 0.0]])
@@ -293,16 +226,10 @@ def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
 
 
 def local_stability_of_weight(largest: Tensor) -> Tensor:
-    """Return ξ_loc = 2p(1 − p) from the largest weight p of each row.
+    """Return ξ_loc = 2p(1 − p), in [0, ½], from the largest weight p of each row; not a logarithm.
 
     Source: docs/theory.md#local-stability. Deviation: if p rounds to 1, it is 0;
     :func:`local_stability` has no such limit.
-
-    Args:
-        largest: largest weight p, in [0, 1].
-
-    Returns:
-        ξ_loc, in [0, ½], of the same shape. Not a logarithm.
 
     Example:
         >>> local_stability_of_weight(torch.tensor([0.7, 1.0]))
@@ -311,73 +238,33 @@ def local_stability_of_weight(largest: Tensor) -> Tensor:
     return 2 * largest * (1 - largest)
 
 
-def masked_softmax(scores: Tensor, selected: Tensor) -> Tensor:
-    """Return attention weights: p = softmax of z over the selected keys, zero elsewhere.
-
-    Source: docs/theory.md#attention-call. Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        selected: bool, shape (..., keys), at least one True per row.
-
-    Returns:
-        p, shape (..., keys), float64.
-
-    Raises:
-        ValueError: if a row selects no key.
-
-    Example:
-        >>> masked_softmax(torch.tensor([0.0, 0.0, 5.0]), torch.tensor([True, True, False]))
-        tensor([0.5000, 0.5000, 0.0000], dtype=torch.float64)
-    """
-    return torch.softmax(_masked(scores, selected), dim=-1)
-
-
 def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """Return ‖p(z) − p(z')‖₁, each row with its own mask.
+    """Return ‖p(z) − p(z')‖₁, each row with its own mask; (...), float64, in [0, 2].
+
+    z and z' are in nats, (..., keys), and bool tensors of the same shape name the keys in their softmax. A row
+    that selects no key is a ValueError.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, keys in the softmax of z, shape (..., keys).
-        other_selected: bool, keys in the softmax of z', same shape.
-
-    Returns:
-        The change, shape (...), float64, in [0, 2].
-
-    Raises:
-        ValueError: if a row selects no key.
 
     Example:
         >>> z, both = torch.zeros(2), torch.tensor([True, True])
         >>> weight_change(z, z, both, torch.tensor([True, False])).item()
         1.0
     """
-    return (masked_softmax(scores, selected) - masked_softmax(other, other_selected)).abs().sum(dim=-1)
+    change = _masked(scores, selected).softmax(-1) - _masked(other, other_selected).softmax(-1)
+    return change.abs().sum(dim=-1)
 
 
 def score_change(
     scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
 ) -> Tensor:
-    """Return ‖z − z'‖ over the keys of either row, S ∪ S'.
+    """Return ‖z − z'‖ in nats over the keys of either row, S ∪ S'.
+
+    Arguments as of :func:`weight_change`; ``order`` 1 is the sum, ``math.inf`` the largest entry, and any other a
+    ValueError.
 
     Source: docs/theory.md#heavy-hitter-stability, whose proof uses these keys only. Deviation: the
     paper sums over all keys, which can only make the distance larger and the secant smaller.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, keys in the softmax of z, shape (..., keys).
-        other_selected: bool, keys in the softmax of z', same shape.
-        order: 1 for the sum, ``math.inf`` for the largest entry.
-
-    Returns:
-        The distance in nats, shape (...), float64.
-
-    Raises:
-        ValueError: if ``order`` is neither 1 nor infinity.
 
     Example:
         >>> z = torch.tensor([0.0, 1.0, -math.inf])
@@ -395,20 +282,12 @@ def score_change(
 
 
 def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """Return the unevenness of the scores' change: max − min of z − z' over the keys of either row, S ∪ S'.
+    """Return the unevenness of the scores' change: max − min of z − z', nats, over the keys of either row.
 
-    Adding a number to all scores of a row changes neither the weights nor this range.
+    Adding a number to all scores of a row changes neither the weights nor this range; it is 0 if no key is used.
+    Arguments as of :func:`weight_change`.
 
     Source: docs/theory.md#same-set. Deviation: none.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, keys in the softmax of z, shape (..., keys).
-        other_selected: bool, keys in the softmax of z', same shape.
-
-    Returns:
-        The range in nats, shape (...), float64; 0 if no key is used.
 
     Example:
         >>> z, used = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([True, True, True])
@@ -419,35 +298,6 @@ def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_se
     change = float64(scores) - float64(other)
     high, low = (torch.where(used, sign * change, -math.inf).amax(dim=-1) for sign in (1, -1))
     return torch.where(used.any(dim=-1), high + low, 0.0)
-
-
-def softmax_secant(
-    scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
-) -> Tensor:
-    """Return the secant ξ̂ = ‖p − p'‖₁ / ‖z − z'‖, a lower bound of any valid ξ (order 1) or row constant (∞).
-
-    Source: docs/theory.md#secants. Deviation: not in the paper.
-
-    Args:
-        scores: z in nats, shape (..., keys).
-        other: z', same shape.
-        selected: bool, keys in the softmax of z, shape (..., keys).
-        other_selected: bool, keys in the softmax of z', same shape.
-        order: order of the norm on the scores, 1 or ``math.inf``.
-
-    Returns:
-        ξ̂, shape (...), float64; NaN for equal rows (no secant through one point).
-
-    Raises:
-        ValueError: if a row selects no key, or ``order`` is neither 1 nor infinity.
-
-    Example:
-        >>> all_keys = torch.tensor([True, True])
-        >>> softmax_secant(torch.zeros(2), torch.tensor([0.1, 0.0]), all_keys, all_keys).item()
-        0.4995...
-    """
-    distance = score_change(scores, other, selected, other_selected, order)
-    return weight_change(scores, other, selected, other_selected) / distance
 
 
 def _largest_and_others(scores: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
@@ -462,3 +312,32 @@ def _masked(scores: Tensor, selected: Tensor) -> Tensor:
     if not bool(selected.any(dim=-1).all()):
         raise ValueError("A row selects no key, so it has no softmax. Leave padded queries out.")
     return torch.where(selected, float64(scores), -math.inf)
+
+
+_NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to rounding for any t
+
+
+def _log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
+    """Return ln κ, the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
+
+    κ = max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): docs/theory.md#heavy-hitter-stability; 0 for Δ = +inf.
+    """
+    delta, gap, k = broadcast(dispersion, separation, keys)
+    gap = gap.clamp(min=0)
+    inner = torch.minimum(_stationary_height(gap, k), delta)
+    none, some, most = (  # ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one
+        math.log(2) - torch.log1p((k - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
+        for height in (delta.new_zeros(()), inner, delta)
+    )
+    return torch.maximum(torch.maximum(none, some), most)
+
+
+def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
+    """Return d of the local maximum, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none."""
+    excess = 2 * gap - 2 + torch.log(keys - 1)  # u; −inf for a single key
+    exists = (excess > 0) & (excess < math.inf)
+    u = torch.where(exists, excess, 1.0)
+    x = 1 + torch.sqrt(2 * u) + u
+    for _ in range(_NEWTON_STEPS):
+        x *= torch.log(x).add_(u).div_(x - 1)  # x − (x − ln x − t) / (1 − 1/x)
+    return torch.where(exists, (x + 1 - 2 * torch.where(exists, gap, 0.0)).clamp(min=0), 0.0)

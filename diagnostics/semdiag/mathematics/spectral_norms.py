@@ -13,35 +13,12 @@ Real: TypeAlias = Tensor | float | Sequence[float]
 
 
 def float64(value: Real) -> Tensor:
-    """Convert a number, a sequence of numbers or a tensor of any dtype to a float64 tensor.
-
-    Args:
-        value: number(s); a tensor keeps its device, which must support float64 (CPU or CUDA).
-
-    Returns:
-        The values in float64.
-
-    Example:
-        >>> float64([1, 2])
-        tensor([1., 2.], dtype=torch.float64)
-    """
+    """Convert numbers to a float64 tensor; a tensor keeps its device, which must support float64."""
     return torch.as_tensor(value, dtype=torch.float64)
 
 
 def broadcast(*values: Real) -> tuple[Tensor, ...]:
-    """Convert numbers and tensors to float64 and one shape.
-
-    Args:
-        values: numbers and tensors to combine elementwise.
-
-    Returns:
-        One float64 tensor per value, in the broadcast shape, on the device of the first tensor that is not on the
-        CPU.
-
-    Example:
-        >>> broadcast([1.0, 2.0], 5)[1]
-        tensor([5., 5.], dtype=torch.float64)
-    """
+    """Convert numbers to float64 tensors of one shape, on the device of the first that is not on the CPU."""
     tensors = [float64(value) for value in values]
     shape = np.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
@@ -49,34 +26,12 @@ def broadcast(*values: Real) -> tuple[Tensor, ...]:
 
 
 def log(value: Real) -> Tensor:
-    """Return the natural logarithm in float64, with ln 0 = −inf.
-
-    Args:
-        value: non-negative number(s).
-
-    Returns:
-        ln value, same shape.
-
-    Example:
-        >>> log([0.0, 1.0])
-        tensor([-inf, 0.], dtype=torch.float64)
-    """
+    """Return the natural logarithm in float64, with ln 0 = −inf."""
     return float64(value).log()
 
 
 def log_sum(*terms: Tensor) -> Tensor:
-    """Return ln Σ exp(term), elementwise: the logarithm of a sum whose terms are given as logarithms.
-
-    Args:
-        terms: natural logarithms, at least one; −inf stands for 0.
-
-    Returns:
-        The logarithm of the sum, in the broadcast shape.
-
-    Example:
-        >>> log_sum(log(1.0), log(2.0), log(0.0)).exp()
-        tensor(3.0000, dtype=torch.float64)
-    """
+    """Return ln Σ exp(term) elementwise, of at least one term; −inf stands for 0."""
     total = terms[0]
     for term in terms[1:]:
         total = torch.logaddexp(total, term)
@@ -84,20 +39,7 @@ def log_sum(*terms: Tensor) -> Tensor:
 
 
 def log_product(*factors: Tensor) -> Tensor:
-    """Return the logarithm of a product whose factors are given as logarithms, with 0 · ∞ = 0.
-
-    A constant 0 means that nothing moves, whatever the other constants are.
-
-    Args:
-        factors: natural logarithms, at least one; −inf stands for 0 and +inf for no guarantee.
-
-    Returns:
-        The logarithm of the product, in the broadcast shape.
-
-    Example:
-        >>> log_product(float64([-math.inf, 1.0]), float64(math.inf))
-        tensor([-inf, inf], dtype=torch.float64)
-    """
+    """Return the logarithm of a product from those of its factors, with 0 · ∞ = 0: nothing moves."""
     total = factors[0]
     for factor in factors[1:]:
         nothing = (total == -math.inf) | (factor == -math.inf)
@@ -106,64 +48,24 @@ def log_product(*factors: Tensor) -> Tensor:
 
 
 def log_one_plus_inverse(value: Tensor) -> Tensor:
-    """Return ln(1 + 1/x), even if 1/x overflows; 0 at x = +inf and +inf at x = 0.
-
-    Args:
-        value: x ≥ 0, float64.
-
-    Returns:
-        ln(1 + 1/x), same shape.
-
-    Example:
-        >>> log_one_plus_inverse(float64([1e-9, 1.0, float("inf")]))
-        tensor([20.7233,  0.6931,  0.0000], dtype=torch.float64)
-    """
+    """Return ln(1 + 1/x), even if 1/x overflows; 0 at x = +inf and +inf at x = 0."""
     return torch.logaddexp(torch.zeros_like(value), -value.log())
 
 
 def log_root_sum_squares(values: Tensor, dim: int = -1) -> Tensor:
-    """Return ln sqrt(Σ exp(2·value)): the root of a sum of squares of constants given as logarithms.
-
-    Args:
-        values: natural logarithms.
-        dim: dimension to sum over.
-
-    Returns:
-        Logarithm of the root of the sum of squares, without that dimension.
-
-    Example:
-        >>> log_root_sum_squares(log([3.0, 4.0])).exp()
-        tensor(5.0000, dtype=torch.float64)
-    """
+    """Return ln sqrt(Σ exp(2·value)) along a dimension."""
     return 0.5 * torch.logsumexp(2 * values, dim=dim)
 
 
 def log_one_plus(log_value: Tensor) -> Tensor:
-    """Return ln(1 + x) from ln x, as for a residual connection.
-
-    Args:
-        log_value: ln x, float64.
-
-    Returns:
-        ln(1 + x), same shape.
-
-    Example:
-        >>> log_one_plus(float64([-float("inf"), 1000.0]))
-        tensor([   0., 1000.], dtype=torch.float64)
-    """
+    """Return ln(1 + x) from ln x, as for a residual connection."""
     return torch.logaddexp(torch.zeros_like(log_value), log_value)
 
 
 def spectral_norm(matrix: Tensor) -> Tensor:
-    """Return the largest singular value, by SVD: B_P = ‖W_P‖₂, B_R = ‖W_R‖₂.
+    """Return the largest singular value of (..., m, n), by SVD, float64 (...): B_P = ‖W_P‖₂, B_R = ‖W_R‖₂.
 
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: none.
-
-    Args:
-        matrix: shape (..., m, n).
-
-    Returns:
-        ‖matrix‖₂, shape (...), float64.
 
     Example:
         >>> spectral_norm(torch.tensor([[3.0, 0.0], [0.0, -4.0]])).item()
@@ -174,23 +76,14 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 
 
 def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
-    """Bound the spectral norm of a matrix too large for an SVD from above, by Gram iteration.
+    """Bound the spectral norm of (..., m, n), too large for an SVD, from above, by Gram iteration; float64 (...).
 
-    G ← G Gᵀ, repeated t times, has the singular values σ^(2^t), so ‖G‖_F^(1/2^t) ≥ σ_max, and the excess
-    factor is at most rank^(1/2^(t+1)). G is divided by its Frobenius norm at each step, and the factors are kept.
+    G ← G Gᵀ, repeated t times, has the singular values σ^(2^t), so ‖G‖_F^(1/2^t) ≥ σ_max, and the excess factor is
+    at most rank^(1/2^(t+1)): 7% for t = 6 and rank 4096. G is divided by its Frobenius norm at each step, and the
+    factors are kept. A negative t is a ValueError.
 
     Source: Delattre et al. 2023, Gram iteration for plain matrices (docs/theory.md#norms). Deviation: not in
     the paper.
-
-    Args:
-        matrix: shape (..., m, n).
-        iterations: t ≥ 0; with 6 the excess is at most 7% for rank 4096.
-
-    Returns:
-        An upper bound of ‖matrix‖₂ (up to rounding), shape (...), float64.
-
-    Raises:
-        ValueError: if ``iterations`` is negative.
 
     Example:
         >>> spectral_norm_upper_bound(torch.diag(torch.tensor([3.0, 4.0])), iterations=3).item()
@@ -211,45 +104,16 @@ def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
     return (log_norm + remainder.log() / 2.0**iterations).exp()
 
 
-def product_norm(left: Tensor, right: Tensor) -> Tensor:
-    """Return ‖leftᵀ right‖₂ of two matrices with few rows, without forming the product.
-
-    With leftᵀ = Q R and rightᵀ = Q' R', the norm is ‖R R'ᵀ‖₂, of a matrix as small as the number of rows.
-
-    Source: docs/theory.md#norms. Deviation: not in the paper.
-
-    Args:
-        left: shape (..., r, m).
-        right: shape (..., r, n).
-
-    Returns:
-        The spectral norm, shape (...), float64.
-
-    Example:
-        >>> product_norm(torch.ones(1, 4), torch.ones(1, 9)).item()
-        6.0...
-    """
+def _product_norm(left: Tensor, right: Tensor) -> Tensor:
+    """Return ‖leftᵀ right‖₂ of two matrices (..., r, m) and (..., r, n) of few rows, without their product."""
+    # ‖R R'ᵀ‖₂ with leftᵀ = Q R and rightᵀ = Q' R': docs/theory.md#norms
     factors = [float64(matrix) for matrix in (left, right)]
     reduced = [torch.linalg.qr(f.mT, mode="r").R if f.shape[-1] > f.shape[-2] else f.mT for f in factors]
     return spectral_norm(reduced[0] @ reduced[1].mT)
 
 
-def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return [W b]: the weight with its bias as a further column, the map of (u, 1).
-
-    Source: paper's released code (docs/theory.md#norms). Deviation: none.
-
-    Args:
-        weight: shape (..., m, n).
-        bias: shape (..., m), or None for a layer without bias.
-
-    Shape (..., m, n + 1), or the unchanged weight; float64.
-        shape (..., m, n + 1), or the weight unchanged; float64.
-
-    Example:
-        >>> with_bias(torch.zeros(2, 3), torch.ones(2)).shape
-        torch.Size([2, 4])
-    """
+def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return [W b] in float64: the weight with its bias as a further column, the map of (u, 1)."""
     if bias is None:
         return float64(weight)
     return torch.cat([float64(weight), float64(bias)[..., None]], dim=-1)
@@ -259,13 +123,6 @@ def score_scale(head_width: int, inverse_temperature: float = 1.0) -> float:
     """Return the factor of the scores, τ / sqrt(d_head).
 
     Source: docs/theory.md#attention-call. Deviation: none.
-
-    Args:
-        head_width: d_head, number of rows of one head's W_q.
-        inverse_temperature: factor τ.
-
-    Returns:
-        The factor.
 
     Example:
         >>> score_scale(64)
@@ -277,47 +134,34 @@ def score_scale(head_width: int, inverse_temperature: float = 1.0) -> float:
 def bilinear_form_norm(
     query_weight: Tensor, key_weight: Tensor, query_bias: Tensor | None, scale: float
 ) -> Tensor:
-    """Return Γ_h, the norm of the form that scores a query against a key.
+    """Return Γ_h, float64 (...), the norm of the form that scores a query against a key.
 
-    Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂. b_k adds a constant to each row and cancels in δ, Δ and p.
+    Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂, W_q and W_k (..., d_head, d), b_q (..., d_head) or None, scale τ /
+    sqrt(d_head). b_k adds a constant to each row and cancels in δ, Δ and p.
 
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: the paper has no biases; its code includes b_k,
     see :func:`paper_code_bilinear_norm`.
-
-    Args:
-        query_weight: W_q per head, shape (..., d_head, d).
-        key_weight: W_k per head, shape (..., d_head, d).
-        query_bias: b_q per head, shape (..., d_head), or None.
-        scale: τ / sqrt(d_head), see :func:`score_scale`.
-
-    Returns:
-        Γ_h, shape (...), float64.
 
     Example:
         >>> eye = torch.eye(4)
         >>> bilinear_form_norm(2 * eye, 3 * eye, None, score_scale(4)).item()
         3.0
     """
-    return abs(scale) * product_norm(with_bias(query_weight, query_bias), key_weight)
+    return abs(scale) * _product_norm(_with_bias(query_weight, query_bias), key_weight)
 
 
 def value_output_norm(output_weight: Tensor, value_weight: Tensor) -> Tensor:
     """Return Υ_h = ‖W_o^h W_v^h‖₂, the gain of a head on an average of tokens; b_v passes through unchanged.
 
+    W_o (..., d, d_head) and W_v (..., d_head, d) per head give float64 (...).
+
     Source: paper, Thm 2 (docs/theory.md#norms). Deviation: the paper has one matrix V for both.
-
-    Args:
-        output_weight: W_o per head, shape (..., d, d_head).
-        value_weight: W_v per head, shape (..., d_head, d).
-
-    Returns:
-        Υ_h, shape (...), float64.
 
     Example:
         >>> value_output_norm(2 * torch.eye(3), 5 * torch.eye(3)).item()
         10.0
     """
-    return product_norm(float64(output_weight).mT, value_weight)
+    return _product_norm(float64(output_weight).mT, value_weight)
 
 
 def paper_code_bilinear_norm(
@@ -325,23 +169,15 @@ def paper_code_bilinear_norm(
 ) -> Tensor:
     """Return Γ as the paper's released code computes it: scale · ‖[W_q b_q]ᵀ [W_k b_k]‖₂.
 
+    Arguments and result as of :func:`bilinear_form_norm`.
+
     Source: paper's released code (docs/theory.md#paper-code-norms). Deviation: none; ours leaves b_k out.
-
-    Args:
-        query_weight: W_q, shape (..., d_head, d).
-        query_bias: b_q, shape (..., d_head), or None.
-        key_weight: W_k, shape (..., d_head, d).
-        key_bias: b_k, shape (..., d_head), or None.
-        scale: τ / sqrt(d_head).
-
-    Returns:
-        The norm, shape (...), float64.
 
     Example:
         >>> paper_code_bilinear_norm(torch.eye(4), None, torch.eye(4), None, score_scale(4)).item()
         0.5
     """
-    return abs(scale) * product_norm(with_bias(query_weight, query_bias), with_bias(key_weight, key_bias))
+    return abs(scale) * _product_norm(_with_bias(query_weight, query_bias), _with_bias(key_weight, key_bias))
 
 
 def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -350,60 +186,40 @@ def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
     Source: paper's released code (docs/theory.md#paper-code-norms). Deviation: none; ours leaves b out
     and takes W_o W_v for V.
 
-    Args:
-        weight: shape (..., m, n).
-        bias: shape (..., m), or None.
-
-    Returns:
-        The norm, shape (...), float64.
-
     Example:
         >>> paper_code_layer_norm(3 * torch.eye(1), 4 * torch.ones(1)).item()
         5.0
     """
-    return spectral_norm(with_bias(weight, bias))
+    return spectral_norm(_with_bias(weight, bias))
 
 
-ITERATIONS = 50
-LANCZOS_STEPS = 16
+_ITERATIONS = 50
+_LANCZOS_STEPS = 16
 _TOLERANCE = 1e-4  # relative growth at which an iteration counts as settled
 
 
 @dataclass(frozen=True, eq=False)
 class JacobianNorm:
-    """A norm of a Jacobian, found by iteration.
+    """A norm of a Jacobian, found by iteration."""
 
-    Attributes:
-        value: (N,), largest ratio ‖J x‖ / ‖x‖ found: a lower bound of the norm.
-        settled: (N,) bool, whether the last step grew the value by less than the fraction 1e-4.
-    """
-
-    value: Tensor
-    settled: Tensor
+    value: Tensor  # (N,), largest ratio ‖J x‖ / ‖x‖ found: a lower bound of the norm
+    settled: Tensor  # (N,) bool, whether the last step grew the value by less than the fraction 1e-4
 
 
 def token_jacobian_norm(
     jvp: Callable[[Tensor], Tensor],
     vjp: Callable[[Tensor], Tensor],
     start: Tensor,
-    iterations: int = ITERATIONS,
+    iterations: int = _ITERATIONS,
 ) -> JacobianNorm:
-    """Bound the norm of a linear map between token matrices from below, in the theory's norm Σ_tokens ‖·‖₂.
+    """Bound the norm of N linear maps between token matrices from below, in the theory's norm Σ_tokens ‖·‖₂.
 
     max ‖J x‖ over ‖x‖ = Σ_l ‖x_l‖₂ = 1 is attained with a single nonzero token. Power iteration for this pair of
     norms: y = J x; its dual vectors y_i / ‖y_i‖ are mapped by Jᵀ; the token with the longest image becomes the
     next x. No step lowers the value. It may end in a local maximum, hence a lower bound.
+    ``jvp`` maps x (N, L, d) to J x (N, L', d'), ``vjp`` y to Jᵀ y; ``start`` is the first x, not zero.
 
     Source: docs/theory.md#empirical (Boyd, The power method for lᵖ norms, 1974). Deviation: not in the paper.
-
-    Args:
-        jvp: map from x (N, L, d) to J x (N, L', d'), for each of the N maps.
-        vjp: map from y (N, L', d') to Jᵀ y (N, L, d).
-        start: initial x, (N, L, d), not zero.
-        iterations: largest number of iterations.
-
-    Returns:
-        One lower bound per map.
 
     Example:
         >>> matrix = torch.tensor([[3.0, 0.0], [0.0, 1.0]])  # one token of width 2
@@ -438,25 +254,17 @@ def jacobian_spectral_norm(
     jvp: Callable[[Tensor], Tensor],
     vjp: Callable[[Tensor], Tensor],
     start: Tensor,
-    steps: int = LANCZOS_STEPS,
+    steps: int = _LANCZOS_STEPS,
 ) -> JacobianNorm:
     """Bound the spectral norms of linear maps J from below, for many independent blocks at once.
 
     Golub and Kahan's bidiagonalisation of each block, with full reorthogonalisation:
     α_j w_j = Jᵀ u_j − β_j w_{j−1} and β_{j+1} u_{j+1} = J w_j − α_j u_j. The largest singular value of the matrix
     of α and β never exceeds ‖J‖₂, never falls with a step, and reaches it long before power iteration does.
+    ``jvp`` maps w (*blocks, n) to J w (*blocks, m), ``vjp`` u to Jᵀ u; ``start`` is the first u, not zero.
 
     Source: docs/theory.md#gain; Golub and Kahan 1965, Calculating the Singular Values. Deviation: not in the
     paper.
-
-    Args:
-        jvp: map from w (*blocks, n) to J w (*blocks, m), for each of the blocks.
-        vjp: map from u (*blocks, m) to Jᵀ u (*blocks, n).
-        start: first u, (*blocks, m), not zero.
-        steps: number of steps, each a product with Jᵀ and one with J.
-
-    Returns:
-        One lower bound for each block; ``value`` and ``settled`` have the shape of the blocks.
 
     Example:
         >>> matrix = torch.tensor([[3.0, 0.0], [4.0, 1.0]])
@@ -485,52 +293,3 @@ def jacobian_spectral_norm(
     value = torch.linalg.matrix_norm(matrix, 2)
     before = torch.linalg.matrix_norm(matrix[..., :-1, :-1], 2) if steps > 1 else torch.zeros_like(value)
     return JacobianNorm(value, value <= before * (1 + _TOLERANCE))
-
-
-_NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to rounding for any t
-
-
-def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
-    """Return ln of the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
-
-    max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): a key d above the least kept one has weight at most p̄(d, k), and
-    it and its successor must together move by 2Δ + d.
-
-    Source: docs/theory.md#heavy-hitter-stability. Deviation: not in the paper.
-
-    Args:
-        dispersion: δ ≥ 0 in nats.
-        separation: Δ in nats, +inf where nothing is masked.
-        keys: number of kept keys k ≥ 1.
-
-    Returns:
-        ln of the maximum, in the broadcast shape; +inf for Δ ≤ 0, −inf for Δ = +inf.
-
-    Example:
-        >>> at_once = log_swap_cost(torch.tensor(0.0), torch.tensor(0.5), torch.tensor(4.0))
-        >>> at_once.exp().item()  # 1/(kΔ)
-        0.5
-        >>> log_swap_cost(torch.tensor(9.0), torch.tensor(0.5), torch.tensor(4.0)).exp().item()
-        0.5...
-    """
-    delta, gap, k = broadcast(dispersion, separation, keys)
-    gap = gap.clamp(min=0)
-    inner = torch.minimum(_stationary_height(gap, k), delta)
-    none, some, most = (_log_cost(height, gap, k) for height in (delta.new_zeros(()), inner, delta))
-    return torch.maximum(torch.maximum(none, some), most)
-
-
-def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
-    """Return ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one."""
-    return math.log(2) - torch.log1p((keys - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
-
-
-def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
-    """Return d of the local maximum, the larger root of e^d = (k − 1)(2Δ + d − 1); 0 if there is none."""
-    excess = 2 * gap - 2 + torch.log(keys - 1)  # u; −inf for a single key
-    exists = (excess > 0) & (excess < math.inf)
-    u = torch.where(exists, excess, 1.0)
-    x = 1 + torch.sqrt(2 * u) + u
-    for _ in range(_NEWTON_STEPS):
-        x *= torch.log(x).add_(u).div_(x - 1)  # x − (x − ln x − t) / (1 − 1/x)
-    return torch.where(exists, (x + 1 - 2 * torch.where(exists, gap, 0.0)).clamp(min=0), 0.0)

@@ -29,11 +29,10 @@ class DumpedLayer(NamedTuple):
 
 
 def read_queries_and_keys(path: str | Path) -> list[DumpedLayer]:
-    """Read the queries and keys that vLLM-Hook wrote into ``qk.pt``.
+    """Read the queries and keys that vLLM-Hook wrote into ``qk.pt``, of one rank (tp_rank_N).
 
     Source: IBM/vLLM-Hook, vllm_hook_plugins/vllm_hook_plugins/workers/probe_hookqk_worker.py: ``config``, and by
-    module in ``qk_cache`` lists q and k_all of (tokens, heads · width), and layer_num. The files of ranks of
-    tensor parallelism (tp_rank_N) are read one by one.
+    module in ``qk_cache`` lists q and k_all of (tokens, heads · width), and layer_num.
     """
     content = read_plain(Path(path))
     try:

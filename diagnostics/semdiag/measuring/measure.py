@@ -134,9 +134,12 @@ def measure(
         cut = map(partial(checked_batch, loaded.module), cut)
     draws = QueryDraws(queries, seed)
     if queries is not None:
-        ahead, cut = _ahead(cut)
+        ahead = cut if isinstance(cut, list) else list(islice(cut := iter(cut), 1))  # the first of an iterator
         draws.expect(longest_call(loaded, ahead, device, dtype)[0])
-    collected = Collector(loaded.path, k, draws, _wanted(loaded), min_keys, max_queries)
+        cut = cut if isinstance(cut, list) else chain(ahead, cut)
+    config = loaded.module.config if isinstance(loaded.module, Encoder) else None
+    wanted = config.k if config is not None and config.attention in APPROXIMATE else None
+    collected = Collector(loaded.path, k, draws, wanted, min_keys, max_queries)
     consumers: list[Collector | Watcher] = [collected, *watchers]
 
     def add(call: AttentionCall) -> None:
@@ -158,36 +161,26 @@ def measure(
     collected.arrivals.settle()
     _check_samples(collected.samples, labels)
     _check_real(real, collected.samples, samples)
-    _check_found(loaded, collected, run.audit)
+    if not len(collected.layers):
+        raise no_attention(loaded.path, run.audit)
+    if not sum(collected.counted.values()):
+        raise InputError("There is no query to measure: all input tokens are padding.")
     if real is not None and not run.padding.fitted:
-        raise _fits_nothing(loaded.path, run.audit)
+        reason = min(seen.text for seen in run.audit.remarks if seen.code == NOT_APPLIED_CODE)
+        raise InputError(f"real fits no attention of {loaded.path}: {reason.removeprefix(NOT_APPLIED + ': ')}.")
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
-    _remark_left_out(run.audit, draws, set(k) - set(fits))
-    rows = collected.queries()
-    _check_keys(loaded.path, rows, min_keys, draws)
+    _add_remarks(run.audit, loaded, draws, set(k) - set(fits))
+    tables = collected.tables(fits)
+    _check_keys(loaded.path, tables["queries"], min_keys, draws)
     accuracy = _accuracy(torch.cat(answers), labels, run.audit) if answers else None
     return Measurements(
         models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
-        queries=_with_ks(rows, k, fits),
-        loads=_with_ks(collected.loads(), k, fits),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
-        non_finite=collected.non_finite(),
-        calls=collected.calls(),
-        heads=_with_ks(collected.heads(), k, fits),
-        remarks=remarks_table(loaded.path, _noted(loaded, run.audit)),
+        remarks=remarks_table(loaded.path, run.audit),
         skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
-        sketches=_sketches(collected, k, fits),
         provenance=_provenance(run, queries, min_keys),
+        **tables,
     )
-
-
-def _ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
-    """Return the batches that can be checked beforehand (the first of an iterator), and all batches."""
-    if isinstance(cut, list):
-        return cut, cut
-    rest = iter(cut)
-    first = list(islice(rest, 1))
-    return first, chain(first, rest)
 
 
 def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
@@ -200,13 +193,16 @@ def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
     return whole_numbers(k, "k")
 
 
-def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
-    """Return the audit, with a remark if the model's mask cannot represent its task."""
+def _add_remarks(audit: Audit, loaded: LoadedModel, draws: QueryDraws, left_out: set[int]) -> None:
+    """Remark on queries that were not drawn, on each k that was left out, and on a mask unfit for its task."""
+    texts = [(text, "queries-drawn") for text in draws.remarks]
+    texts += [(f"k = {k} is left out: no query has that many keys", "k-left-out") for k in sorted(left_out)]
     if isinstance(loaded.module, Encoder) and loaded.task in TASKS:
         length = loaded.training.length if loaded.training is not None else None
         if cannot_represent(TASKS[loaded.task], loaded.module.config, length):
-            audit.remarks[Remark("", OUT_OF_REACH, OUT_OF_REACH_CODE)] += 1
-    return audit
+            texts.append((OUT_OF_REACH, OUT_OF_REACH_CODE))
+    for text, code in texts:
+        audit.remarks[Remark("", text, code)] += 1
 
 
 def _check_samples(samples: int, labels: Tensor | None) -> None:
@@ -217,20 +213,6 @@ def _check_samples(samples: int, labels: Tensor | None) -> None:
         raise InputError(f"labels must be one class per sample, of shape ({samples},). Got {tuple(labels.shape)}.")
     if not samples:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
-
-
-def _fits_nothing(path: str, audit: Audit) -> InputError:
-    """Return the error that ``real`` fits no attention, with the reason."""
-    noted = {seen.text for seen in audit.remarks if seen.code == NOT_APPLIED_CODE}
-    return InputError(f"real fits no attention of {path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}.")
-
-
-def _remark_left_out(audit: Audit, draws: QueryDraws, left_out: set[int]) -> None:
-    """Add remarks on queries that were not drawn, and on each k that exceeds every query's keys."""
-    for text in draws.remarks:
-        audit.remarks[Remark("", text, "queries-drawn")] += 1
-    for k in sorted(left_out):
-        audit.remarks[Remark("", f"k = {k} is left out: no query has that many keys", "k-left-out")] += 1
 
 
 def _accuracy(classes: Tensor, labels: Tensor | None, audit: Audit) -> float | None:
@@ -267,13 +249,6 @@ def no_attention(path: str, audit: Audit) -> InputError:
     return InputError(f"No softmax attention was seen while {path} ran. {reasons or usual}.")
 
 
-def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> None:
-    if not len(collected.layers):
-        raise no_attention(loaded.path, audit)
-    if not sum(collected.counted.values()):
-        raise InputError("There is no query to measure: all input tokens are padding.")
-
-
 def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) -> None:
     """Refuse to go on without any query."""
     if rows.empty:
@@ -282,27 +257,6 @@ def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) ->
             f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
         )
         raise InputError(f"{problem} Use {' or '.join(ways)}." if ways else problem)
-
-
-def _sketches(collected: Collector, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
-    """Return the table of sketches without the quantities of a k that exceeds every query's keys."""
-    table = collected.sketches()
-    left = tuple(f"_k{value}" for value in set(k) - set(fits))
-    return table[~table["quantity"].str.endswith(left)] if left and len(table) else table
-
-
-def _with_ks(table: pd.DataFrame, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
-    """Return a table without the columns of a k that exceeds every query's keys."""
-    left = tuple(f"_k{value}" for value in set(k) - set(fits))
-    return table.drop(columns=[name for name in table if left and str(name).endswith(left)])
-
-
-def _wanted(loaded: LoadedModel) -> int | None:
-    """Return how many of a query's largest scores the model's hashes or clusters look for; None if it has none."""
-    if not isinstance(loaded.module, Encoder):
-        return None
-    config = loaded.module.config
-    return config.k if config.attention in APPROXIMATE else None
 
 
 _ENCODER_FACTS = (
@@ -353,12 +307,7 @@ def _model_row(
     return typed(pd.DataFrame([row]), {**whole, **text, "accuracy": "float64"})
 
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {n: getattr(torch, n) for n in ("float32", "float64", "bfloat16", "float16")}
 HALF = "bfloat16", "float16"  # for external models only; their scores are computed in float32
 
 _MOST = 10**9  # largest number of samples, in a batch or in all

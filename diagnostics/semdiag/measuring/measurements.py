@@ -16,7 +16,7 @@ from torch import Tensor
 
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
-from semdiag.measuring.probe import EVERYWHERE, layer_table, optional_tables
+from semdiag.measuring.probe import EVERYWHERE, optional_tables, percentile_rows
 from semdiag.measuring.table import (
     CORE,
     DEFAULTS,
@@ -179,7 +179,7 @@ def write_sums(folder: Path, names: Collection[str]) -> None:
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
-def check_sums(folder: Path, names: Collection[str]) -> None:
+def _check_sums(folder: Path, names: Collection[str]) -> None:
     """Refuse files that differ from those of :func:`write_sums`; without its file, check nothing."""
     if not (folder / SUMS).exists():  # an older version saved the folder
         return
@@ -269,27 +269,15 @@ class Measurements:
         return f"Measurements of {some}: {', '.join(measured)}"
 
     def replace(self, provenance: dict[str, Any] | None = None, /, **tables: pd.DataFrame) -> Self:
-        """Return these measurements with some tables replaced or added.
-
-        Args:
-            provenance: new provenance; None keeps the current one.
-            tables: new tables by name.
-        """
+        """Return these measurements with some tables, or the provenance, replaced or added."""
         known = {name: getattr(self, name) for name in TABLES} | self._tables | tables
         return type(self)(**known, provenance=self.provenance if provenance is None else provenance)
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
-        """Join the measurements of several models.
+        """Join the measurements of several models, with the entries of the provenance on which all agree.
 
-        Args:
-            parts: measurements, at least one.
-
-        Returns:
-            Concatenated tables, with the entries of the provenance on which all parts agree.
-
-        Raises:
-            InputError: if there is none, or two have a model with the same path.
+        None at all, or two models with the same path, are an InputError.
         """
         parts = list(parts)
         if not parts:
@@ -298,7 +286,11 @@ class Measurements:
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
-        tables = {name: _joined([getattr(part, name) for part in parts]) for name in (*TABLES, *optional_tables())}
+        tables = {}
+        for name in (*TABLES, *optional_tables()):
+            several = [getattr(part, name) for part in parts]
+            filled = [table for table in several if len(table)] or several[:1]
+            tables[name] = pd.concat(filled, ignore_index=True)
         first, *others = (part.provenance for part in parts)
         shared = {
             name: value
@@ -308,11 +300,7 @@ class Measurements:
         return cls(**tables, provenance=shared)
 
     def save(self, folder: Path | str) -> None:
-        """Write one parquet file per measured table, ``provenance.json``, and the ``SHA256SUMS`` of all.
-
-        Args:
-            folder: folder to write to, made if absent.
-        """
+        """Write one parquet file per measured table, ``provenance.json``, and the ``SHA256SUMS`` of all."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMS).unlink(missing_ok=True)
@@ -331,18 +319,11 @@ class Measurements:
     def load(cls, folder: Path | str) -> Self:
         """Read what :meth:`save` wrote.
 
-        Args:
-            folder: a folder written by :meth:`save`.
-
-        Returns:
-            The measurements.
-
-        Raises:
-            InputError: if a file is missing or damaged (differs from ``SHA256SUMS``, if present), or a column is
-                missing or has another type.
+        A file that is missing or damaged (differs from ``SHA256SUMS``, if present), and a column that is missing
+        or has another type, are an InputError.
         """
         folder = Path(folder)
-        check_sums(folder, _files(folder))
+        _check_sums(folder, _files(folder))
         try:
             tables = {name: with_new_names(read_parquet(folder / f"{name}.parquet")) for name in TABLES}
             for name in optional_tables():
@@ -366,11 +347,7 @@ class Measurements:
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:
-        """Return the measurements of one model.
-
-        Args:
-            model: a value of the column ``model``.
-        """
+        """Return the measurements of one model, a value of the column ``model``."""
         tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
         own = {name: rows_of(table, model) for name, table in tables.items()}
         return type(self)(**own, provenance=self.provenance)
@@ -379,17 +356,13 @@ class Measurements:
         columns = ["layer", "head", "queries", "mean", "p50", "p95", "p100"]
         parts = []
         for row in self.models.itertuples():
-            table = layer_table(self.queries[self.queries["model"] == row.model], "dispersion")
+            rows = self.queries[self.queries["model"] == row.model]
+            table = percentile_rows(rows, "dispersion", "layer", "head").sort_values(["layer", "head"])
             title = f"Semantic dispersion (nats), {row.task} {row.attention}: {row.model}"
             parts.append(
                 f"<p>{escape(title)}</p>{table[columns].to_html(index=False, float_format='{:.3g}'.format)}"
             )
         return "".join(parts)
-
-
-def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    filled = [table for table in tables if len(table)] or tables[:1]
-    return pd.concat(filled, ignore_index=True)
 
 
 def _files(folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ _UNREAD = ("start_positions", "end_positions", "next_sentence_label", "class_lab
 _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes whose labels are moved by one
 
 
-def given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
+def _given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
     """Return the labels among a model's inputs and their name; an empty name and None if there are none."""
     if isinstance(batch, Mapping):
         named = dict(batch)
@@ -47,12 +48,7 @@ def given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
     return next(((name, named[name]) for name in _NAMES if named.get(name) is not None), ("", None))
 
 
-def unread_labels(batch: Batch) -> list[str]:
-    """Return the names of entries that hold labels of a kind that no comparison reads."""
-    return [name for name in _UNREAD if isinstance(batch, Mapping) and batch.get(name) is not None]
-
-
-def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
+def _targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
     """Return labels as the targets of logits."""
     samples, positions, classes = values.shape
     what = f"{samples} samples of {positions} predictions among {classes} classes"
@@ -74,14 +70,14 @@ def targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
     return targets
 
 
-def next_tokens(ids: Tensor, real: Tensor) -> Tensor:
+def _next_tokens(ids: Tensor, real: Tensor) -> Tensor:
     """Return the token after each one; nothing after the last, and nothing to or from padding."""
     targets = torch.full_like(ids, IGNORED)
     targets[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
     return targets
 
 
-def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | None, causal: bool) -> bool:
+def _moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | None, causal: bool) -> bool:
     """Tell whether labels are the tokens themselves, so that each is right one position earlier."""
     known = type(module).__module__.startswith("transformers.")
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -103,21 +99,10 @@ def moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | Non
     )
 
 
-def losses_of(output: Any, values: Tensor, targets: Tensor) -> tuple[float, list[float], float] | None:
-    """Return a model's own loss, the mean cross-entropies that it may be, and by how much these may differ."""
-    loss = output.get("loss") if isinstance(output, Mapping) else None
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        return None
-    moved = next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
-    own, rounding = float(loss), max(1e-3, 4 * torch.finfo(loss.dtype).eps)
-    return own, [_cross_entropy(values, each) for each in (targets, moved)], rounding * max(1.0, abs(own))
-
-
 def _cross_entropy(values: Tensor, targets: Tensor) -> float:
     """Mean over targets, sample by sample: logits over a vocabulary are large."""
-    kind = torch.float64 if values.dtype == torch.float64 else torch.float32
     sums = [
-        F.cross_entropy(each.to(kind), own, ignore_index=IGNORED, reduction="sum")
+        F.cross_entropy(each.to(_kind(values)), own, ignore_index=IGNORED, reduction="sum")
         for each, own in zip(values, targets, strict=True)
     ]
     return float(torch.stack(sums).double().sum() / (targets != IGNORED).sum())
@@ -160,7 +145,7 @@ class Reader:
                 self._predicted = place
                 break
         self.causal = self._predicted is not None
-        name, known = given_labels(module, batch) if labels is None else ("labels", labels)
+        name, known = _given_labels(module, batch) if labels is None else ("labels", labels)
         plain = known is not None and not headless and not isinstance(output, Mapping)
         logits = isinstance(module, Encoder) or named or self.causal or plain
         if known is not None and not logits:
@@ -171,10 +156,13 @@ class Reader:
         self._by_token = logits and self._is_one_a_token(values, known, ids.values())
         self.reason = self._no_distribution(values, known) if logits else ""
         self.distribution = logits and not self.reason
-        self.others = "" if self.distribution else _others(output)
-        self.unread = unread_labels(batch)
+        first, *rest = [*_comparable(output)] or [""]
+        some = rest and not self.distribution
+        self.others = f"{first} alone is compared, not {', '.join(rest)}" if some else ""
+        named_inputs = batch if isinstance(batch, Mapping) else {}
+        self.unread = [each for each in _UNREAD if named_inputs.get(each) is not None]
         self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
-        self.loss = self._own_loss(output, batch) if self.distribution and labels is None else ""
+        self.loss = self._compare_loss(output, batch) if self.distribution and labels is None else ""
 
     def shape(self, output: Any, batch: Batch) -> tuple[int, ...]:
         """Return the shape of what is read of an output, as :meth:`read` does."""
@@ -222,46 +210,49 @@ class Reader:
                 return real[name]
         return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
 
-    def _own_loss(self, output: Any, batch: Batch) -> str:
+    def _compare_loss(self, output: Any, batch: Batch) -> str:
         """Learn from a model's own loss to which positions labels belong; return how it is another, if it is."""
-        name, given = given_labels(self._module, batch)
-        if given is None:
+        name, labels = _given_labels(self._module, batch)
+        if labels is None:
             return ""
         values, _ = _values(output, batch)
         values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
-        losses = losses_of(output, values, targets_of(given, name, values))
-        if losses is None or not math.isfinite(losses[0]):
+        targets = _targets_of(labels, name, values)
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             return ""
-        own, ours, rounding = losses
-        there, earlier = (abs(each - own) for each in ours)
+        if not math.isfinite(value := float(loss)):
+            return ""
+        moved = _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+        ours = [_cross_entropy(values, each) for each in (targets, moved)]
+        rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(1.0, abs(value))
+        there, earlier = (abs(each - value) for each in ours)
         if there <= rounding or earlier <= rounding:
             self._moved = None if there == earlier else earlier < there  # the nearer of two that are near
             return ""
-        return f"on the first batch the model's own loss is {own:.4g}, and that of its logits {_either(ours)}"
+        places = ("", " (each label one position earlier)")
+        texts = [f"{x:.4g}{at}" for x, at in zip(ours, places, strict=True) if math.isfinite(x)]
+        return (
+            f"on the first batch the model's own loss is {value:.4g}, and that of its logits {' or '.join(texts)}"
+        )
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
-        name, given = given_labels(self._module, batch) if labels is None else ("labels", labels)
+        name, given = _given_labels(self._module, batch) if labels is None else ("labels", labels)
         if given is not None:
-            targets = targets_of(given, name, values)
+            targets = _targets_of(given, name, values)
             moved = self._moved
             if moved is None:
-                moved = moved_by_one(self._module, targets, name, ids, self.causal)
+                moved = _moved_by_one(self._module, targets, name, ids, self.causal)
             if moved:
-                return next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+                return _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
             return targets
-        return None if ids is None else next_tokens(ids, counted)
+        return None if ids is None else _next_tokens(ids, counted)
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
     """Return after − before; 0 where both are the same infinity."""
     return (after - before).masked_fill(after == before, 0)
-
-
-def _either(losses: Sequence[float]) -> str:
-    """Name the losses that are known."""
-    named = ("", " (each label one position earlier)")
-    return " or ".join(f"{x:.4g}{at}" for x, at in zip(losses, named, strict=True) if math.isfinite(x))
 
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
@@ -272,11 +263,8 @@ def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
     if compared is None:
         compared = next(iter(_comparable(output).values()), None)
     if compared is None or not compared.is_floating_point():
-        kind = (
-            type(output).__name__
-            if compared is None
-            else f"tensor of {str(compared.dtype).removeprefix('torch.')}"
-        )
+        kind = f"tensor of {str(getattr(compared, 'dtype', '')).removeprefix('torch.')}"
+        kind = type(output).__name__ if compared is None else kind
         raise TypeError(f"its output, a {kind}, holds no tensor of floating-point numbers")
     return _samples_first(compared, batching.samples_of(batch)), named
 
@@ -291,11 +279,6 @@ def _comparable(output: Any) -> dict[str, Tensor]:
     return {n: x for n, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2}
 
 
-def _others(output: Any) -> str:
-    first, *rest = [*_comparable(output)] or [""]
-    return f"{first} alone is compared, not {', '.join(rest)}" if rest else ""
-
-
 def _samples_first(values: Tensor, samples: int) -> Tensor:
     if samples in values.shape[:1]:
         return values
@@ -306,9 +289,8 @@ def _samples_first(values: Tensor, samples: int) -> Tensor:
 
 def _predicts_pixels(module: nn.Module) -> bool:
     """Return whether a model of transformers fills in parts of an image (ViTMAE, VideoMAE)."""
-    named = type(module).__module__.startswith("transformers.") and type(module).__name__.endswith(
-        "ForPreTraining"
-    )
+    kind = type(module)
+    named = kind.__module__.startswith("transformers.") and kind.__name__.endswith("ForPreTraining")
     return named and str(getattr(module, "main_input_name", "")).startswith("pixel_values")
 
 
@@ -371,26 +353,16 @@ class Streams:
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
         """Follow the stream of an encoder that runs inside the context; does nothing for other models."""
-        blocks: list[tuple[nn.Module, nn.Linear]] = []
-        if isinstance(module, Encoder) and hooked_alone(module):
-            blocks = [(block, module.attention(layer).out) for layer, block in enumerate(module.blocks)]
-        with self.followed(blocks):
-            yield
-
-    @contextmanager
-    def followed(self, blocks: Sequence[tuple[nn.Module, nn.Linear]]) -> Iterator[None]:
-        """Follow the stream from block to block."""
-        self._out = [out for _, out in blocks]
+        blocks = module.blocks if isinstance(module, Encoder) and hooked_alone(module) else ()
+        self._out = [module.attention(layer).out for layer in range(len(blocks))]  # type: ignore[operator]
         with ExitStack() as stack:
-            for layer, (block, _) in enumerate(blocks):
-                stack.callback(block.register_forward_pre_hook(self._keep(layer)).remove)
+            for layer, block in enumerate(blocks):
+                hook = partial(self._keep, layer)
+                stack.callback(block.register_forward_pre_hook(hook).remove)
             yield
 
-    def _keep(self, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._inputs[layer] = inputs[0]
-
-        return hook
+    def _keep(self, layer: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs[layer] = inputs[0]
 
     def of(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         """Return the norms of the stream that attention has been added to, (B, L), and W_o, (H, D, d)."""
@@ -461,12 +433,13 @@ def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
 
 def output_change(before: Answers, after: Answers) -> Tensor:
     """Return the relative change ‖after − before‖ / ‖before‖ without entries that stay infinite: (B,)."""
+    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
     parts = []
     for one, two in _strips(before.values, after.values):
-        change, size = _norms(two - one, one)
+        change, size = norm(two - one), norm(one)
         if not (change.isfinite().all() and size.isfinite().all()):
             stays = one.isinf() & (one == two)
-            change, size = _norms(*(x.masked_fill(stays, 0) for x in (difference(two, one), one)))
+            change, size = norm(difference(two, one).masked_fill(stays, 0)), norm(one.masked_fill(stays, 0))
         parts.append((change, size))
     counted = before.counted
     change, size = (
@@ -475,11 +448,6 @@ def output_change(before: Answers, after: Answers) -> Tensor:
     )
     relative: Tensor = (change / size).masked_fill(change == 0, 0)
     return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~counted.any(1), math.nan)
-
-
-def _norms(*values: Tensor) -> Iterator[Tensor]:
-    """Yield the norms of rows, in float64."""
-    return (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in values)
 
 
 def _kind(values: Tensor) -> torch.dtype:
@@ -494,7 +462,7 @@ def _strips(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(x[at : at + size] for x in flat)
 
 
-SHARE = 0.15
+_SHARE = 0.15
 
 
 def masked_language(
@@ -512,12 +480,12 @@ def masked_language(
         return batches
     for number, batch in enumerate(given):
         ids: Tensor = batch["input_ids"]
-        masked = tokenise.mask(ids.cpu(), seed + number, SHARE)
+        masked = tokenise.mask(ids.cpu(), seed + number, _SHARE)
         if masked is None:
             return batches
         batch["input_ids"], batch["labels"] = (x.to(ids.device) for x in masked)
     remark(
-        f"run with {SHARE:.0%} of the tokens masked (seed {seed}): the loss is that of these tokens",
+        f"run with {_SHARE:.0%} of the tokens masked (seed {seed}): the loss is that of these tokens",
         "tokens-masked",
     )
     return [*given]

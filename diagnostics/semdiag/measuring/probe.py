@@ -19,7 +19,7 @@ from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring import PROBE_SOURCES
 from semdiag.measuring.table import ALL, CALLS, HEADS, REMARKS, SKIPPED, Table
-from semdiag.measuring.training_runs import RUN_TABLES
+from semdiag.measuring.training_runs import RUNS
 from semdiag_models import InputError
 
 P = TypeVar("P")
@@ -182,20 +182,10 @@ def rank_error(drawn: int) -> float:
     return min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * drawn)))  # Dvoretzky, Kiefer, Wolfowitz and Massart
 
 
-def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """Return percentiles of a quantity for every layer and head of one model, in their order."""
-    places = rows[["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
-    table = []
-    for layer, head in zip(places["layer"], places["head"], strict=True):
-        values = rows[(rows["layer"] == layer) & (rows["head"] == head)][quantity]
-        table.append({"layer": int(layer), "head": int(head), **percentiles(values)})
-    return pd.DataFrame(table)
-
-
-def pooled_table(rows: pd.DataFrame, quantity: str, by: str = "model") -> pd.DataFrame:
-    """Return percentiles of a quantity pooled over layers and heads."""
-    groups = rows.groupby(by, sort=False)[quantity]
-    return pd.DataFrame([{by: name, **percentiles(group)} for name, group in groups])
+def percentile_rows(rows: pd.DataFrame, quantity: str, *by: str) -> pd.DataFrame:
+    """Return percentiles of a quantity in every group of rows, in the order of their first rows."""
+    groups = rows.groupby([*by], sort=False)[quantity]
+    return pd.DataFrame([{**dict(zip(by, key, strict=True)), **percentiles(group)} for key, group in groups])
 
 
 SKETCHES = Table(
@@ -215,48 +205,8 @@ SKETCHES = Table(
 )
 
 
-class _Totals:
-    """Count, sum and extremes of a stream of numbers."""
-
-    def __init__(self) -> None:
-        self._finite, self._least, self._greatest = 0, math.inf, -math.inf
-        self._sum, self._undefined, self._not_positive = 0.0, 0, 0
-
-    def add(self, values: np.ndarray) -> None:
-        """Add numbers; those that are not finite count as undefined."""
-        values = values.astype(np.float64).ravel()
-        finite = values[np.isfinite(values)]
-        self._finite += finite.size
-        self._least = min(self._least, float(finite.min(initial=math.inf)))
-        self._greatest = max(self._greatest, float(finite.max(initial=-math.inf)))
-        self._sum += float(finite.sum())
-        self._undefined += values.size - finite.size
-        self._not_positive += int((finite <= 0).sum())
-
-    def merge(self, other: "_Totals") -> None:
-        """Add the totals of another stream."""
-        self._finite += other._finite
-        self._least, self._greatest = min(self._least, other._least), max(self._greatest, other._greatest)
-        self._sum += other._sum
-        self._undefined += other._undefined
-        self._not_positive += other._not_positive
-
-    def percentiles(self, drawn: np.ndarray) -> dict[str, float | int]:
-        """Return exact totals and extremes, percentiles of a sample of the numbers, and their error in rank."""
-        cuts, error = [math.nan] * (len(PERCENTILES) - 2), 1.0
-        if len(drawn):
-            error = rank_error(len(drawn))
-            cuts = np.percentile(drawn, PERCENTILES[1:-1]).tolist()
-        ends = (self._least, self._greatest) if self._finite else (math.nan, math.nan)
-        cuts = [ends[0], *cuts, ends[1]]
-        return {
-            "queries": self._finite + self._undefined,
-            "mean": self._sum / self._finite if self._finite else math.nan,
-            **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, cuts, strict=True)},
-            "undefined": self._undefined,
-            "not_positive": self._not_positive,
-            "rank_error": error,
-        }
+# Totals of a stream of numbers, and how those of two streams are joined; counts are of finite numbers.
+_TOTALS = {"count": "sum", "min": "min", "max": "max", "sum": "sum", "undefined": "sum", "not_positive": "sum"}
 
 
 class KeptRows:
@@ -267,7 +217,7 @@ class KeptRows:
         self.share = 1.0  # probability with which a row is kept
         self._limit, self._places, self._rows = limit, places, 0
         self._rng = np.random.default_rng(seed)
-        self._totals: dict[tuple[str, int, int], _Totals] = {}
+        self._totals: list[pd.DataFrame] = []  # one row per head, of one part and quantity
 
     def add(self, part: dict[str, np.ndarray]) -> None:
         """Add rows."""
@@ -285,31 +235,37 @@ class KeptRows:
             self._rows = sum(len(earlier["layer"]) for earlier in self.parts)
 
     def _thinned(self, part: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
-        kept = self._rng.random(len(part["layer"])) < share
-        return {name: column[kept] for name, column in part.items()}
+        chosen = self._rng.random(len(part["layer"])) < share
+        return {name: column[chosen] for name, column in part.items()}
 
     def _count(self, part: dict[str, np.ndarray]) -> None:
         if not len(part["layer"]):
             return
-        layer, heads = int(part["layer"][0]), part["head"]
-        order = np.argsort(heads, kind="stable")
-        starts = np.flatnonzero(np.diff(heads[order], prepend=-1))
-        for name, column in part.items():
-            if name in self._places:
-                continue
-            for start, values in zip(starts, np.split(column[order], starts[1:]), strict=True):
-                place = name, layer, int(heads[order[start]])
-                self._totals.setdefault(place, _Totals()).add(values)
+        for name in part.keys() - set(self._places):
+            values = pd.Series(part[name].astype(np.float64)).replace([np.inf, -np.inf], np.nan)
+            table = values.groupby(part["head"]).agg(["count", "min", "max", "sum", "size"])
+            table["undefined"] = table.pop("size") - table["count"]
+            table["not_positive"] = (values <= 0).groupby(part["head"]).sum()
+            self._totals.append(table.assign(quantity=name, layer=int(part["layer"][0])))
 
     def sketched(self) -> Iterator[dict[str, Any]]:
         """Yield rows of the table ``sketches``: by layer and head, by layer, and pooled; none below the limit."""
-        pooled: dict[tuple[str, int, int], _Totals] = {}
-        for (name, layer, head), totals in self._totals.items():
-            for place in ((name, layer, head), (name, layer, ALL), (name, ALL, ALL)):
-                pooled.setdefault(place, _Totals()).merge(totals)
-        for (name, layer, head), totals in sorted(pooled.items(), key=lambda item: item[0]):
-            cuts = totals.percentiles(self._sample(name, layer, head))
-            yield {"quantity": name, "layer": layer, "head": head, **cuts}
+        if not self._totals:
+            return
+        table = pd.concat(self._totals).rename_axis("head").reset_index()
+        levels = [table, table.assign(head=ALL), table.assign(layer=ALL, head=ALL)]
+        totals = pd.concat(levels).groupby(["quantity", "layer", "head"]).agg(_TOTALS)
+        for row in totals.reset_index().to_dict("records"):
+            drawn = self._sample(row["quantity"], row["layer"], row["head"])
+            cuts = np.percentile(drawn, PERCENTILES[1:-1]) if len(drawn) else [math.nan] * (len(PERCENTILES) - 2)
+            ends = [row["min"], *cuts, row["max"]]
+            yield {
+                **{name: row[name] for name in ("quantity", "layer", "head", "undefined", "not_positive")},
+                "queries": row["count"] + row["undefined"],
+                "mean": row["sum"] / row["count"] if row["count"] else math.nan,
+                **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, ends, strict=True)},
+                "rank_error": rank_error(len(drawn)) if len(drawn) else 1.0,
+            }
 
     def _sample(self, name: str, layer: int, head: int) -> np.ndarray:
         """Return the finite numbers of a quantity among the kept rows."""
@@ -334,4 +290,4 @@ EVERYWHERE = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES)  # tables of every forwa
 def optional_tables() -> dict[str, Table]:
     """Return the declared tables by name: those of every forward pass, of probes, and of training runs."""
     probed = [table for probe in probes().values() for table in probe.tables]
-    return {table.name: table for table in (*EVERYWHERE, *probed, *RUN_TABLES)}
+    return {table.name: table for table in (*EVERYWHERE, *probed, RUNS)}

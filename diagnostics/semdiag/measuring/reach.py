@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from semdiag_models.tasks.sampling import MODULUS, POP, PUSH_0
 
 LONGEST = 256  # longest input that is examined
 _TRIED = 1000  # number of sets of inputs that are tried
-Witness = list[tuple[list[int], int, int]]  # inputs, each with its label and with another one
+_Witness = list[tuple[list[int], int, int]]  # inputs, each with its label and with another one
 
 
 def receptive_fields(config: ModelConfig) -> Tensor:
@@ -64,7 +64,7 @@ def cannot_represent(task: Task, config: ModelConfig, length: int | None = None)
     return any(_contradicts(inputs, fields) for inputs in islice(WITNESSES[task.name](task, length), _TRIED))
 
 
-def _contradicts(inputs: Witness, fields: set[tuple[int, ...]]) -> bool:
+def _contradicts(inputs: _Witness, fields: set[tuple[int, ...]]) -> bool:
     assert all(label != other for _, label, other in inputs)
 
     def seen(field: tuple[int, ...], of: list[int]) -> Counter[tuple[object, ...]]:
@@ -74,10 +74,10 @@ def _contradicts(inputs: Witness, fields: set[tuple[int, ...]]) -> bool:
     return all(seen(field, labels) == seen(field, others) for field in fields)
 
 
-def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[Witness]:
+def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[_Witness]:
     """Yield inputs of zeros except for two bits, whose sum modulo 2 is the label."""
     for a, b in places:
-        inputs: Witness = []
+        inputs: _Witness = []
         for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
             tokens = [0] * length
             tokens[a], tokens[b] = first, second
@@ -85,15 +85,7 @@ def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[Witnes
         yield inputs
 
 
-def _parity(task: Task, length: int) -> Iterator[Witness]:
-    return _two_bits(length, ((a, b) for b in reversed(range(length)) for a in range(b)))
-
-
-def _even_pairs(task: Task, length: int) -> Iterator[Witness]:
-    return _two_bits(length, iter([(0, length - 1)] * (length > 1)))
-
-
-def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
+def _missing_duplicate(task: Task, length: int) -> Iterator[_Witness]:
     """Yield two pairs of inputs that differ in whether a token is missing, seen by different positions."""
     half = length // 2
 
@@ -107,27 +99,27 @@ def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
 
     for a in range(half):
         for b in range(a + 1, half):
-            inputs: Witness = []
+            inputs: _Witness = []
             for at, other in ((a, b), (b, a)):
                 inputs += [(tokens, 1, 0) for tokens in hidden(at, 1, other, 0)] * 2
                 inputs += [(tokens, 0, 1) for value in (0, 1) for tokens in hidden(at, 0, other, value)]
             yield inputs
 
 
-def _stack_manipulation(task: Task, length: int) -> Iterator[Witness]:
+def _stack_manipulation(task: Task, length: int) -> Iterator[_Witness]:
     """Yield inputs in which the last two actions decide which of two bottom bits comes to the top."""
     bits = 3 + (length - 5) % 2
     fill = (length - bits - 2) // 2
     if fill < 0:
         return
-    inputs: Witness = []
+    inputs: _Witness = []
     for top, third in ((0, 1), (1, 0)):
         start = [0] * (bits - 3) + [third, 0, top] + [PUSH_0, POP] * fill
         inputs += [([*start, PUSH_0, POP], top, 1 - top), ([*start, POP, POP], third, 1 - third)]
     yield inputs
 
 
-def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
+def _cycle_navigation(task: Task, length: int) -> Iterator[_Witness]:
     """Yield inputs with up to four steps forward at each end, for every sum of two residues."""
     ends = MODULUS - 1
     if length < 2 * ends:
@@ -136,8 +128,7 @@ def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
     residues = {n: [2] * n + [1] * (ends - n) for n in range(MODULUS)}
     yield [
         ([*residues[a], *middle, *residues[b]], (a + b) % MODULUS, (a + b + 1) % MODULUS)
-        for a in residues
-        for b in residues
+        for a, b in product(residues, repeat=2)
     ]
 
 
@@ -147,33 +138,29 @@ def _filler(length: int) -> str:
     return short[length] if length in short else f"(0+{_filler(length - 4)})"
 
 
-def _modular_arithmetic(task: Task, length: int) -> Iterator[Witness]:
+def _modular_arithmetic(task: Task, length: int) -> Iterator[_Witness]:
     """Yield sums of a digit at the start and one at the end."""
     if length >= 9:
-        digits = range(MODULUS)
         middle = _filler(length - 8)
         yield [
             (task.parse(f"({a}+({middle}+{b}))"), (a + b) % MODULUS, (a + b + 1) % MODULUS)
-            for a in digits
-            for b in digits
+            for a, b in product(range(MODULUS), repeat=2)
         ]
 
 
-def _solve_equation(task: Task, length: int) -> Iterator[Witness]:
+def _solve_equation(task: Task, length: int) -> Iterator[_Witness]:
     """Yield equations for the summand to a digit at the start, with the sum after the equals sign."""
     if length >= 11:
-        digits = range(MODULUS)
         middle = _filler(length - 10)
         yield [
             (task.parse(f"({a}+({middle}+x))={v}"), (v - a) % MODULUS, (v - a + 1) % MODULUS)
-            for a in digits
-            for v in digits
+            for a, v in product(range(MODULUS), repeat=2)
         ]
 
 
-WITNESSES: dict[str, Callable[[Task, int], Iterator[Witness]]] = {
-    "parity": _parity,
-    "even-pairs": _even_pairs,
+WITNESSES: dict[str, Callable[[Task, int], Iterator[_Witness]]] = {
+    "parity": lambda task, length: _two_bits(length, ((a, b) for b in reversed(range(length)) for a in range(b))),
+    "even-pairs": lambda task, length: _two_bits(length, iter([(0, length - 1)] * (length > 1))),
     "missing-duplicate": _missing_duplicate,
     "stack-manipulation": _stack_manipulation,
     "cycle-navigation": _cycle_navigation,

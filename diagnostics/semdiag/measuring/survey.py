@@ -96,15 +96,6 @@ def survey(
     return joined
 
 
-def survey_one(path: str, conditions: Conditions, progress: Progress) -> Measurements:
-    """Load and measure one model of a survey whose conditions are resolved."""
-    (model,) = load_all([path], conditions.config, conditions.head)
-    device, conditions = _decided([model], conditions)
-    inputs = Inputs(*inputs_of(model, conditions), model)
-    prepared = [all_probes()[type(plan)].prepare(plan, conditions) for plan in conditions.plans]
-    return _surveyed(model, inputs, conditions, device, prepared, True, progress)
-
-
 def _decided(loaded: Sequence[LoadedModel], conditions: Conditions) -> tuple[torch.device, Conditions]:
     """Return device and conditions for all models; encoders draw their keys by the seed from now on."""
     device = find_device(conditions.device)
@@ -195,8 +186,11 @@ def _measured(
             tables |= probe.measure(subject, plan, known)
         except NotAvailableError as reason:
             subject.note(probe.name, str(reason))
-    texts_cut = _cut_texts(model, batches, conditions) if model is whose else []
-    return part.replace(**tables, remarks=_with_remarks(part.remarks, subject, texts_cut))
+    more = _cut_texts(model, batches, conditions) if model is whose else []
+    more += remarks_on(model, batches, subject.seed)
+    rows = REMARKS.of_rows({"model": model.path, **remark.to_dict(), "times": 1} for remark in more)
+    remarks = pd.concat([part.remarks, subject.remarks, rows], ignore_index=True)
+    return part.replace(**tables, remarks=remarks)
 
 
 def has_diverged(part: Measurements) -> bool:
@@ -267,18 +261,6 @@ _TEXTS = "texts, one a line (.txt), "
 _SHORT = 8  # factor by which short texts are shorter than the model's limit
 
 
-def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[Remark]:
-    """Return a remark if an encoder's inputs have another length than in training."""
-    if not isinstance(model.module, Encoder):
-        return []
-    config = model.module.config
-    own = config.length if model.training is None or config.pad_as_token else model.training.length
-    given = sorted({longest(batch) for batch in batches})
-    lengths = ", ".join(map(str, given))
-    text = f"the inputs are {lengths} tokens long, but the model was trained on {own}"
-    return [] if given == [own] else [Remark("", text, "input-length")]
-
-
 def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditions) -> list[Remark]:
     """Return remarks on texts that were cut, and on texts that are all short for the model."""
     given = conditions.inputs
@@ -298,7 +280,12 @@ def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditi
 
 def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[Remark]:
     """Return remarks on a model and its inputs that matter whatever is measured."""
-    remarks = _other_length(model, batches)
+    remarks = []
+    if isinstance(model.module, Encoder):
+        config, lengths = model.module.config, sorted({longest(batch) for batch in batches})
+        usual = config.length if model.training is None or config.pad_as_token else model.training.length
+        text = f"the inputs are {', '.join(map(str, lengths))} tokens long, but the model was trained on {usual}"
+        remarks += [Remark("", text, "input-length")] * (lengths != [usual])
     if places := model.contradicted_by:
         remarks.append(
             Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ")
@@ -309,13 +296,6 @@ def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[
         text = f"draws new random keys in every forward pass; measured with those of seed {seed}"
         remarks.append(Remark("", text, "redrawn-keys"))
     return remarks
-
-
-def _with_remarks(remarks: pd.DataFrame, subject: Subject, texts_cut: list[Remark]) -> pd.DataFrame:
-    """Return all remarks on a measured model: on its calls, its inputs, and what probes could not measure."""
-    more = texts_cut + remarks_on(subject.model, subject.batches, subject.seed)
-    rows = [{"model": subject.model.path, **remark.to_dict(), "times": 1} for remark in more]
-    return pd.concat([remarks, subject.remarks, REMARKS.of_rows(rows)], ignore_index=True)
 
 
 @dataclass(frozen=True)
@@ -330,7 +310,11 @@ def run_order(order: MeasuringOrder) -> Measurements | str:
     """Measure a model on one CPU thread, in a process of its own."""
     torch.set_num_threads(1)
     try:
-        return survey_one(order.path, order.conditions, Progress())
+        (model,) = load_all([order.path], order.conditions.config, order.conditions.head)
+        device, conditions = _decided([model], order.conditions)
+        inputs = Inputs(*inputs_of(model, conditions), model)
+        prepared = [all_probes()[type(plan)].prepare(plan, conditions) for plan in conditions.plans]
+        return _surveyed(model, inputs, conditions, device, prepared, True, Progress())
     except InputError as error:
         return str(error)
 

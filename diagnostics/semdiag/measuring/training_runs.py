@@ -101,7 +101,6 @@ RUNS = Table(
         "state": "str",
     },
 )
-RUN_TABLES = (RUNS,)
 
 # Possible differences between compared runs: the attention itself, and the length of training.
 _ATTENTION = (
@@ -119,8 +118,25 @@ FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "un
 
 
 def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
-    """Describe the runs that models come from."""
-    rows = [_row(model) for model in models if model.training is not None and "train_accuracy" in model.history]
+    """Describe the runs that models come from; one word names their attention, like ``topk-5-times-2``."""
+    rows = []
+    for model in models:
+        if model.training is None or "train_accuracy" not in model.history:
+            continue
+        label, factor = model.encoder.config.attention_label, model.encoder.config.inverse_temperature
+        rows.append(
+            {
+                "model": model.path,
+                "task": model.training.task_label,
+                "attention": label if factor == 1 else f"{label}-times-{factor:g}",
+                "kind": model.encoder.config.attention,
+                "seed": model.training.seed,
+                "setting": json.dumps(_setting(model), sort_keys=True),
+                "epochs": model.epoch,
+                "planned": model.training.epochs,
+                "state": _state(model),
+            }
+        )
     return RUNS.of_rows(rows)
 
 
@@ -141,27 +157,6 @@ def _setting(model: LoadedModel) -> dict[str, Any]:
         setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
         setting["task"] = model.training.task_label
     return setting
-
-
-def _row(model: LoadedModel) -> dict[str, Any]:
-    assert model.training is not None  # run_table checks it
-    return {
-        "model": model.path,
-        "task": model.training.task_label,
-        "attention": _mask(model.encoder.config),
-        "kind": model.encoder.config.attention,
-        "seed": model.training.seed,
-        "setting": json.dumps(_setting(model), sort_keys=True),
-        "epochs": model.epoch,
-        "planned": model.training.epochs,
-        "state": _state(model),
-    }
-
-
-def _mask(config: ModelConfig) -> str:
-    """Return the attention in one word, like ``topk-5``, or ``topk-5-times-2`` for an inverse temperature of 2."""
-    factor = config.inverse_temperature
-    return config.attention_label if factor == 1 else f"{config.attention_label}-times-{factor:g}"
 
 
 def _state(model: LoadedModel) -> str:

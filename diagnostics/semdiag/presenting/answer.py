@@ -183,6 +183,7 @@ def verdict_line(finding: Finding) -> str:
         parts = [f"{exceeding:,} of {rows:,} exceed the bound"]
         parts += [f"for {vacuous:,} the bound is too loose to test"] if vacuous else []
         parts += [f"{unmet:,} more do not meet its assumptions"] if unmet else []
+        parts[0] += ", which contradicts the paper" * bool(exceeding and form == "paper")
         claim = "ERROR OF SEMDIAG: " * bool(exceeding and form != "paper") + claim
     else:  # no claim about rows, or no rows
         parts = [_ANSWERS[finding.verdict]]

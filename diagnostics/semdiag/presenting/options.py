@@ -1,8 +1,10 @@
 """The options that commands share, their values and their completion."""
 
+import inspect
 import os
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -49,114 +51,9 @@ def option(help: str, *names: str, panel: str = MEASURE, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
-Models = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:PATH (a Hugging "
-        "Face model on disk), or package.module:function (a function of yours that returns a model, or a model "
-        "and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
-        show_default=False,
-        autocompletion=models,
-    ),
-]
-Against = Annotated[
-    Path | None,
-    option(
-        "Compare every model with this one. Default: each full-attention model is compared with the models "
-        "of the same task, seed, size and snapshot.",
-        metavar="MODEL",
-        autocompletion=models,
-    ),
-]
-Inputs = Annotated[
-    Path | None,
-    option(
-        "File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
-        "take a .txt with one text per line, or a .jsonl of objects with text and, if known, label or target; "
-        "models of text that semdiag trained take a .txt, from which "
-        "--samples windows are drawn; Hugging Face models and your own also take a .pt with a dictionary of the "
-        "model's arguments. Default: the samples that the run held out; for the paper's code, fresh samples of "
-        "the task."
-    ),
-]
-MaxLength = Annotated[
-    int | None,
-    option("Cut texts of --inputs to this many tokens. Default: as many as the model takes.", metavar="TOKENS"),
-]
-Tokenizer = Annotated[
-    Path | None, option("Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR")
-]
-Labels = Annotated[
-    Path | None,
-    option(
-        "File with the class of each text of --inputs, a number or a name a line, for models that tell classes.",
-        metavar="FILE",
-    ),
-]
-Every = Annotated[
-    bool, option("Show every row: all heads of large models, every k of a k-sweep.", "--all", panel=OUTPUT)
-]
-Samples = Annotated[
-    int,
-    option(
-        "How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
-        "asking for more than it held out is an error. With --inputs the default is all."
-    ),
-]
-BatchSize = Annotated[int, option("Samples in one forward pass.")]
-Device = Annotated[
-    str,
-    option(
-        "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
-        autocompletion=names(("auto", "cpu", "cuda", "mps")),
-    ),
-]
-Dtype = Annotated[
-    str,
-    option(
-        "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
-        "models, whose scores are then read in float32. auto: float64 if all models are "
-        "semdiag's or the paper's encoders, so that numbers are the same on every processor; float32 if any other "
-        "model is among them, or on mps."
-    ),
-]
-Seed = Annotated[
-    int,
-    option(
-        "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
-        "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape)."
-    ),
-]
-MinKeys = Annotated[
-    int,
-    option("Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them."),
-]
-Queries = Annotated[
-    int | None,
-    option(
-        "For long sequences: measure only this many random queries per sample and head of the longest "
-        "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and quantities "
-        "that need every query are not given. Default: every query.",
-        show_default=False,
-    ),
-]
-MaxQueries = Annotated[
-    int,
-    option(
-        "How many queries and keys of a model are kept one by one. Beyond that, counts, means and extremes "
-        "stay exact and percentiles come from a random sample, with their error stated."
-    ),
-]
-Counterfactual = Annotated[
-    str,
-    option(
-        "For full-attention models: also show what the quantity would be if each query kept its k largest "
-        "scores. One k or several, like 5 or 4,8,16.",
-        "--k",
-        metavar="K,K",
-    ),
-]
+place_option, output_option = (partial(option, panel=panel) for panel in (WHERE, OUTPUT))
+
+
 Config = Annotated[
     Path | None,
     option(
@@ -178,46 +75,166 @@ NOISE = option(
     "--noise",
     metavar="LEVEL,LEVEL",
 )
-Jobs = Annotated[
-    int | None,
-    option(
-        "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
-        "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
-        "process.",
-        panel=WHERE,
-        show_default=False,
-    ),
-]
 Ray = Annotated[
     str,
-    option(
+    place_option(
         "Run on a Ray cluster: its address, or auto for the one on this machine, which is started if needed.",
-        panel=WHERE,
         metavar="auto|ADDRESS",
     ),
 ]
-Out = Annotated[
-    Path | None,
-    option("Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL.", panel=OUTPUT),
-]
-Json = Annotated[bool, option("Print one JSON object on stdout.", "--json", panel=OUTPUT)]
-PerQuery = Annotated[
-    Path | None,
-    option(
-        "Write one row per query to this .parquet file, and the key loads to another beside it. With "
-        "--queries only the drawn queries; beyond --max-queries a random sample.",
-        panel=OUTPUT,
-    ),
-]
-Figures = Annotated[
-    str,
-    option(
-        "Figure formats: any of png, svg, pdf, separated by commas; or none.",
-        panel=OUTPUT,
-        metavar="FORMAT,FORMAT",
-    ),
-]
-Quiet = Annotated[bool, option("Show no progress and no tables.", "--quiet", panel=OUTPUT)]
+Json = Annotated[bool, output_option("Print one JSON object on stdout.", "--json")]
+Quiet = Annotated[bool, output_option("Show no progress and no tables.", "--quiet")]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The options that commands share, with their usual defaults, in the order of the help."""
+
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:PATH (a "
+            "Hugging Face model on disk), or package.module:function (a function of yours that returns a model, "
+            "or a model and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that "
+            "is set.",
+            show_default=False,
+            autocompletion=models,
+        ),
+    ] = None
+    against: Annotated[
+        Path | None,
+        option(
+            "Compare every model with this one. Default: each full-attention model is compared with the models "
+            "of the same task, seed, size and snapshot.",
+            metavar="MODEL",
+            autocompletion=models,
+        ),
+    ] = None
+    k: Annotated[
+        str,
+        option(
+            "For full-attention models: also show what the quantity would be if each query kept its k largest "
+            "scores. One k or several, like 5 or 4,8,16.",
+            "--k",
+            metavar="K,K",
+        ),
+    ] = ""
+    every: Annotated[
+        bool, output_option("Show every row: all heads of large models, every k of a k-sweep.", "--all")
+    ] = False
+    inputs: Annotated[
+        Path | None,
+        option(
+            "File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
+            "take a .txt with one text per line, or a .jsonl of objects with text and, if known, label or target; "
+            "models of text that semdiag trained take a .txt, from which --samples windows are drawn; Hugging "
+            "Face models and your own also take a .pt with a dictionary of the model's arguments. Default: the "
+            "samples that the run held out; for the paper's code, fresh samples of the task."
+        ),
+    ] = None
+    max_length: Annotated[
+        int | None,
+        option(
+            "Cut texts of --inputs to this many tokens. Default: as many as the model takes.", metavar="TOKENS"
+        ),
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        option("Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR"),
+    ] = None
+    labels: Annotated[
+        Path | None,
+        option(
+            "File with the class of each text of --inputs, a number or a name a line, for models that "
+            "tell classes.",
+            metavar="FILE",
+        ),
+    ] = None
+    samples: Annotated[
+        int,
+        option(
+            "How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
+            "asking for more than it held out is an error. With --inputs the default is all."
+        ),
+    ] = 500
+    batch_size: Annotated[int, option("Samples in one forward pass.")] = 100
+    device: Annotated[
+        str,
+        option(
+            "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
+            autocompletion=names(("auto", "cpu", "cuda", "mps")),
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        str,
+        option(
+            "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external models, "
+            "whose scores are then read in float32. auto: float64 if all models are semdiag's or the paper's "
+            "encoders, so that numbers are the same on every processor; float32 if any other model is among them, "
+            "or on mps."
+        ),
+    ] = "auto"
+    seed: Annotated[
+        int,
+        option(
+            "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
+            "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape)."
+        ),
+    ] = 0
+    min_keys: Annotated[
+        int,
+        option(
+            "Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them."
+        ),
+    ] = 1
+    queries: Annotated[
+        int | None,
+        option(
+            "For long sequences: measure only this many random queries per sample and head of the longest "
+            "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and "
+            "quantities that need every query are not given. Default: every query.",
+            show_default=False,
+        ),
+    ] = None
+    max_queries: Annotated[
+        int,
+        option(
+            "How many queries and keys of a model are kept one by one. Beyond that, counts, means and extremes "
+            "stay exact and percentiles come from a random sample, with their error stated."
+        ),
+    ] = 20_000_000
+    config: Config = None
+    head: Head = "auto"
+    jobs: Annotated[
+        int | None,
+        place_option(
+            "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
+            "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
+            "process.",
+            show_default=False,
+        ),
+    ] = None
+    ray: Ray = ""
+    out: Annotated[
+        Path | None,
+        output_option("Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL."),
+    ] = None
+    as_json: Json = False
+    per_query: Annotated[
+        Path | None,
+        output_option(
+            "Write one row per query to this .parquet file, and the key loads to another beside it. With "
+            "--queries only the drawn queries; beyond --max-queries a random sample."
+        ),
+    ] = None
+    figures: Annotated[
+        str,
+        output_option(
+            "Figure formats: any of png, svg, pdf, separated by commas; or none.", metavar="FORMAT,FORMAT"
+        ),
+    ] = "png,svg"
+    quiet: Quiet = False
 
 
 def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
@@ -276,6 +293,15 @@ def targets(text: str, option: str) -> tuple[tuple[str, float], ...]:
         raise InputError(f"{usage}. Got {text!r}.") from None
 
 
+def check_least(plan: object, **least: int) -> None:
+    """Refuse fields of a plan that are below their least values."""
+    from semdiag_models.reading import InputError
+
+    for name, number in least.items():
+        if (value := getattr(plan, name)) < number:
+            raise InputError(f"{name} must be at least {number}. Got {value}.")
+
+
 def listed_names(text: str, option: str = "") -> tuple[str, ...]:
     """Read ``"bf16,fp16"``."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
@@ -313,3 +339,14 @@ def plan_from(plan: type, typed: dict[str, Any], shared: dict[str, Any]) -> Any:
             name = names[0] if names else f"--{field.name.replace('_', '-')}"
             values[field.name] = read[0](typed[field.name], name) if read else typed[field.name]
     return plan(**values)
+
+
+def with_parameters(
+    command: Callable[..., None], parameters: Sequence[inspect.Parameter], help: str | None
+) -> Callable[..., None]:
+    """Return a command that shows these parameters to Typer, all by name."""
+    shown = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    command.__doc__ = help
+    return command

@@ -40,8 +40,8 @@ class Asked(Protocol):
 class Question:
     """A question that semdiag answers. Its parts are found by their names, in its folder's files or its one file.
 
-    ``measure.PROBE`` measures it, ``answer.answer`` answers it, ``figures.HEADINGS`` and ``figures.EXTERNAL`` are
-    its part of a page: for encoders, and for external models if they have one of their own.
+    ``measure.PROBE`` measures it, ``answer.answer`` answers it, ``HEADINGS`` and ``EXTERNAL``, in ``figures``
+    or in ``answer``, are its part of a page: for encoders, and for external models if they have one of their own.
     """
 
     name: str  # of its command, its JSON and its part of a page
@@ -64,10 +64,12 @@ class Question:
 
     def _part(self, file: str, name: str) -> Any:
         home = import_module(self.package)
-        if hasattr(home, "__path__"):
-            place = f"{self.package}.{file}"
-            return getattr(import_module(place), name, None) if find_spec(place) else None
-        return getattr(home, name, None)
+        if not hasattr(home, "__path__"):
+            return getattr(home, name, None)
+        place = f"{self.package}.{file}"
+        if file == "figures" and not find_spec(place):  # few figures stand beside the answer
+            place = f"{self.package}.answer"
+        return getattr(import_module(place), name, None) if find_spec(place) else None
 
     @cached_property
     def probe(self) -> "Probe | None":

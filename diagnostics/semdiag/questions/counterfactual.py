@@ -1,10 +1,7 @@
 """What would a top-k mask leave of a model that keeps every key?"""
 
-from collections.abc import Callable
-
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_call import DENSE, external
@@ -20,13 +17,7 @@ from semdiag.measuring.findings.estimates import (
 from semdiag.measuring.findings.findings import Findings, diverged, modules_by_layer
 from semdiag.measuring.words import counted, layer_name, percent_span, whole_percent
 from semdiag.presenting.answer import Answer, Glance, Heading, Outcome
-from semdiag.presenting.drawing.panels import (
-    READING,
-    NothingToDrawError,
-    Panel,
-    layer_boxes,
-    panels_of,
-)
+from semdiag.presenting.drawing.panels import READING, NothingToDrawError, layer_boxes, panels_of
 from semdiag.presenting.drawing.style import (
     AttentionStyle,
     attention_style,
@@ -34,11 +25,8 @@ from semdiag.presenting.drawing.style import (
     finished,
     lightened,
     panel_grid,
-    plain_numbers,
-    title_with_facts,
 )
 from semdiag.questions.dispersion.answer import span_sentence
-from semdiag.questions.separation.figures import draw_loads, load_fact
 
 _NEARLY_ALL = 0.95
 
@@ -112,86 +100,6 @@ def answer(findings: Findings) -> Answer | None:
 
 
 _MARKERS = "sPXv<>*h"
-Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model and column
-
-
-def dense_panels(findings: Findings, quantity: str = "dispersion") -> tuple[list[Panel], list[int]]:
-    """Return panels of models that keep every key, and the k with which they were measured."""
-    measurements = findings.measurements
-    dense = measurements.models[measurements.models["attention"].isin(DENSE)]
-    ks = sorted(counterfactual_ks(measurements.queries[measurements.queries["model"].isin(dense["model"])]))
-    ks = [k for k in ks if f"{quantity}_k{k}" in measurements.queries]
-    if not ks:
-        raise NothingToDrawError("No full-attention model was measured with a counterfactual k.")
-    return panels_of(dense), ks
-
-
-def layer_tables(findings: Findings, panels: list[Panel], columns: list[str]) -> Tables:
-    """Return percentiles per layer, heads pooled."""
-    models = {series.model for panel in panels for series in panel.series}
-    return {
-        (model, column): table
-        for column in columns
-        for model, table in findings(layer_percentiles, column).items()
-        if model in models
-    }
-
-
-def k_style(ks: list[int], k: int) -> AttentionStyle:
-    """Return the style of the k largest scores: paler with growing k."""
-    place, topk = ks.index(k), attention_style("topk")
-    shade = lightened(topk.color, 0.6 * place / max(len(ks) - 1, 1))
-    color = "#" + "".join(f"{round(255 * part):02x}" for part in shade)
-    return AttentionStyle(topk.name, color, _MARKERS[place % len(_MARKERS)], "-", 1.6)
-
-
-def within_boxes(
-    panels: list[Panel],
-    columns: dict[str, tuple[str, AttentionStyle]],
-    tables: Tables,
-    scale: Callable[[Axes], None],
-    ylabel: str,
-    note: str,
-    *,
-    extreme: str = "p100",
-    height: float = 2.7,
-) -> Figure:
-    """Draw one group of boxes per layer of each model, a box per column of the table of queries."""
-    figure, axes = panel_grid(len(panels), height=height)
-    for ax, panel in zip(axes, panels, strict=True):
-        scale(ax)
-        boxes = [(*columns[name], tables[series.model, name]) for series in panel.series for name in columns]
-        layer_boxes(ax, boxes, extreme)
-        ax.set_title(panel.title)
-    axes[0].set_ylabel(ylabel)
-    return finished(figure, f"Within each model; {READING}; {note}")
-
-
-@drawing(
-    "Within full-attention models: share of keys that at least x queries would keep, logarithmic axis: {shown}.",
-    "Which keys a top-k mask would rely on: a curve that falls near k spreads the queries evenly, a "
-    "long tail means sinks that nearly every query would keep.",
-)
-def key_load_counterfactual(findings: Findings) -> Figure:
-    """Draw the share of keys that at least x queries would keep among their k largest scores."""
-    panels, ks = dense_panels(findings)
-    loads = {str(model): rows for model, rows in findings.measurements.loads.groupby("model", sort=False)}
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
-        ax.set_yscale("log")
-        plain_numbers(ax.yaxis)
-        facts = []
-        for k in ks:
-            values = pd.concat([loads[series.model][f"load_k{k}"] for series in panel.series])
-            draw_loads(ax, values, k_style(ks, k), f"k = {k}")
-            tables = [findings(pooled_percentiles, f"load_k{k}")[series.model] for series in panel.series]
-            facts.append(load_fact(f"k = {k}", *tables))
-        title_with_facts(ax, f"{panel.title}: within the {panel.series[0].label} model", facts)
-        ax.set_xlabel("load: queries that would keep the key (count)")
-        ax.set_xlim(left=0)
-        ax.margins(y=0.12)
-    axes[0].set_ylabel("share of keys with at least this load")
-    return finished(figure, "marker: the largest load; layers, heads and sequences pooled")
 
 
 @drawing(
@@ -201,31 +109,45 @@ def key_load_counterfactual(findings: Findings) -> Figure:
 )
 def weight_kept(findings: Findings) -> Figure:
     """Draw the share of each query's attention weight on its k largest scores, per layer of each full model."""
-    panels, ks = dense_panels(findings, "weight_kept")
-    columns = {f"weight_kept_k{k}": (f"the {k} largest", k_style(ks, k)) for k in ks}
-    tables = layer_tables(findings, panels, list(columns))
-    if not any(np.isfinite(table["p50"]).any() for table in tables.values()):
+    measurements = findings.measurements
+    dense = measurements.models[measurements.models["attention"].isin(DENSE)]
+    ks = sorted(counterfactual_ks(measurements.queries[measurements.queries["model"].isin(dense["model"])]))
+    tables = {
+        k: findings(layer_percentiles, f"weight_kept_k{k}")
+        for k in ks
+        if f"weight_kept_k{k}" in measurements.queries
+    }
+    if not tables:
+        raise NothingToDrawError("No full-attention model was measured with a counterfactual k.")
+    panels = panels_of(dense)
+    models = [series.model for panel in panels for series in panel.series]
+    if not any(np.isfinite(of_k[model]["p50"]).any() for of_k in tables.values() for model in models):
         raise NothingToDrawError("No query has a finite attention weight.")
-
-    def scale(ax: Axes) -> None:
+    topk, styles = attention_style("topk"), {}
+    for place, k in enumerate(tables):  # paler with growing k
+        color = to_hex(lightened(topk.color, 0.6 * place / max(len(tables) - 1, 1)))
+        styles[k] = AttentionStyle(topk.name, color, _MARKERS[place % len(_MARKERS)], "-", 1.6)
+    figure, axes = panel_grid(len(panels))
+    for ax, panel in zip(axes, panels, strict=True):
         ax.set_ylim(0, 1.03)
-
-    return within_boxes(
-        panels, columns, tables, scale, "weight kept",
-        "marker: minimum.\n1 minus this is what dropping all other keys would throw away.", extreme="p0",
-    )  # fmt: skip
+        boxes = [(f"the {k} largest", styles[k], tables[k][s.model]) for s in panel.series for k in tables]
+        layer_boxes(ax, boxes, "p0")
+        ax.set_title(panel.title)
+    axes[0].set_ylabel("weight kept")
+    return finished(
+        figure,
+        f"Within each model; {READING}; marker: minimum. The rest is what dropping all other keys throws away",
+    )
 
 
 HEADINGS = (
     Heading(
         "within",
         "How much attention would a top-k mask keep?",
-        (weight_kept, key_load_counterfactual),
+        (weight_kept,),
         (
-            "A counterfactual within one model, on its own scores. Training with such a mask "
-            "would move its scores; how far, only training can tell.",
-            "Queries with at most k keys lose none: their δₕ(k) is δₛ, they keep all weight and have no "
-            "separation.",
+            "A counterfactual within one model, on its own scores, which training with such a mask would move. "
+            "Queries with at most k keys lose none.",
         ),
     ),
 )

@@ -224,7 +224,6 @@ HEADINGS = (
         "What does each head do?",
         (heads_map,),
         (
-            "Medians and means over all queries of a head. With --keep-queries, data/ holds the single queries.",
             "The first key is the first that is not padding. A sink elsewhere, such as a separator, does not "
             "show. A learnt logit in the softmax's denominator is not a key, but is part of the entropy.",
         ),

@@ -2,7 +2,6 @@
 
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,17 +34,14 @@ def learning_glance(findings: Findings) -> Glance:
     known = [pair for pair in pairs if {pair.full, pair.other} <= arrived.keys()]
     judged = [p for p in known if np.isfinite(min(arrived[p.full], arrived[p.other]))]
     if not judged:
-        return Glance(
-            Outcome.OPEN,
-            "0 pairs",
-            "of a full and a top-k model in which at least one learned its training data",
-            claim=True,
-        )
+        words = "of a full and a top-k model in which at least one learned its training data"
+        return Glance(Outcome.OPEN, "0 pairs", words, claim=True)
     first, tied = (
         sum(compare(arrived[p.other], arrived[p.full]) for p in judged) for compare in (operator.lt, operator.eq)
     )
     behind = len(judged) - first - tied
-    seeds = _seeds(models, [pair.other for pair in judged])
+    compared = models[models["model"].isin([pair.other for pair in judged])]
+    seeds = {str(task): int(count) for task, count in compared.groupby("task")["seed"].nunique().items()}
     few = max(seeds.values()) < LEAST_SEEDS
     outcome = Outcome.OPEN if few else Outcome.DOES_NOT if behind else Outcome.OPEN if tied else Outcome.HOLDS
     words = f"in which the {top_words(findings)} model reached 95% training accuracy in fewer epochs"
@@ -56,12 +52,6 @@ def learning_glance(findings: Findings) -> Glance:
     return Glance(outcome, count_of(first, len(judged), "pair"), words, claim=True)
 
 
-def _seeds(models: pd.DataFrame, compared: Sequence[str]) -> dict[str, int]:
-    """Return how many seeds of each task were compared."""
-    rows = models[models["model"].isin(compared)]
-    return {str(task): int(count) for task, count in rows.groupby("task")["seed"].nunique().items()}
-
-
 @dataclass(frozen=True)
 class Run:
     """The history of one training run."""
@@ -69,11 +59,6 @@ class Run:
     series: Series  # the model it led to
     history: pd.DataFrame  # one row per epoch
     arrival: int | None  # first epoch with at least 95% training accuracy; None if there was none
-
-    @property
-    def epochs(self) -> int:
-        """Return the number of epochs trained so far."""
-        return int(self.history["epoch"].max())
 
 
 def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
@@ -104,7 +89,7 @@ def learning_in_short(findings: Findings) -> list[str]:
         parts = [
             f"{run.series.label} after {counted(run.arrival, 'epoch')}"
             if run.arrival
-            else f"{run.series.label} not within its {counted(run.epochs, 'epoch')}"
+            else f"{run.series.label} not within its {counted(int(run.history['epoch'].max()), 'epoch')}"
             for run in runs
         ]
         sentences.append(f"{panel.title}, 95% training accuracy: {', '.join(parts)}.")
@@ -135,11 +120,10 @@ _NUMBER = 0.3  # inches that the number of an epoch takes
 
 
 @drawing(
-    "Training and held-out accuracy and training loss against epochs, first epoch with 95% training "
-    "accuracy marked: {shown}.",
-    "Compare where the curves of the first panel cross the dashed line: the first epoch with 95% "
-    "training accuracy. How far a curve of the second panel stays below that of the first is what was "
-    "memorised instead of learned.",
+    "Training and held-out accuracy and training loss against epochs, first epoch with 95% training accuracy "
+    "marked: {shown}.",
+    "Compare where the curves of the first panel cross the dashed line at 95% training accuracy. How far a curve "
+    "of the second panel stays below that of the first was memorised instead of learned.",
 )
 def training_curves(findings: Findings) -> Figure:
     """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy."""
@@ -209,9 +193,8 @@ HEADINGS = (
         "Did it learn faster?",
         (training_curves,),
         (
-            "One run per curve: a different seed can shift the arrival by many epochs. A smaller dispersion "
-            "and faster learning seen together in one pair do not show that one causes the other.",
-            "Epochs are counted, not seconds: an epoch does not cost the same for every attention.",
+            "One run per curve: a different seed can shift the arrival by many epochs. Epochs are counted, not "
+            "seconds.",
         ),
     ),
 )

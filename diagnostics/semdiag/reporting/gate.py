@@ -137,30 +137,25 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
     """Apply every rule to every model that it chooses."""
     results = []
     for rule in rules:
-        chosen = [row for row in findings.measurements.models.to_dict("records") if _chooses(rule, row)]
+        chosen = [
+            row
+            for row in findings.measurements.models.to_dict("records")
+            if rule.attention in ("", row["attention"])
+            and rule.task in ("", row["task"])
+            and (not rule.model or fnmatchcase(row["model"], rule.model))
+        ]
         if not chosen:
             raise InputError(f"The rule {rule.text!r} chooses none of the models: nothing would be checked.")
         outcomes = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
+        lacking = DENSE if rule.metric == "separation" else ()  # have no such quantity, whatever their scores
         concerned = [
             result
             for result, row in zip(outcomes, chosen, strict=True)
-            if result.known or (_would_be_known(rule, row) and diverged(findings, row["model"]))
+            if result.known
+            or (rule.metric != "accuracy" and row["attention"] not in lacking and diverged(findings, row["model"]))
         ]
         results += concerned or outcomes
     return results
-
-
-def _would_be_known(rule: Rule, row: dict[Any, Any]) -> bool:
-    """Return whether a model would have the rule's quantity if its scores were finite."""
-    return rule.metric != "accuracy" and not (rule.metric == "separation" and row["attention"] in DENSE)
-
-
-def _chooses(rule: Rule, row: dict[Any, Any]) -> bool:
-    return (
-        rule.attention in ("", row["attention"])
-        and rule.task in ("", row["task"])
-        and (not rule.model or fnmatchcase(row["model"], rule.model))
-    )
 
 
 def _value(findings: Findings, rule: Rule, row: dict[Any, Any]) -> float:
@@ -244,11 +239,6 @@ class Compared:
     compared: int  # number with an entry in the baseline
     new: tuple[str, ...]  # paths of those without an entry
 
-    @property
-    def words(self) -> list[str]:
-        """Return what was not compared, one statement per model."""
-        return [f"{model} is not in the baseline" for model in self.new]
-
 
 @dataclass(frozen=True)
 class Drift:
@@ -270,10 +260,9 @@ class Drift:
             )
         if self.quantity == "model":
             return f"{self.model} is in the baseline and was not measured"
-        if math.isnan(self.now):
-            was = "undefined" if math.isnan(self.was) else f"{self.was:.4g}"
-            return f"{self.model}: it is unclear whether {self.quantity} moved: it was {was} and is not a number"
         was = "undefined" if math.isnan(self.was) else f"{self.was:.4g}"
+        if math.isnan(self.now):
+            return f"{self.model}: it is unclear whether {self.quantity} moved: it was {was} and is not a number"
         return f"{self.model}: {self.quantity} was {was} and is {self.now:.4g}"
 
 
@@ -286,10 +275,8 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
         numbers = {f"dispersion.{p}": float(table[p]) for p in TRACKED}
         if row["accuracy"] is not None and not math.isnan(row["accuracy"]):
             numbers["accuracy"] = float(row["accuracy"])
-        facts = {
-            name: None if pd.isna(row[name]) else row[name] for name in ("model", "sha256", "samples", *CONTENT)
-        }
-        rows.append({**facts, "numbers": numbers})
+        names = ("model", "sha256", "samples", *CONTENT)
+        rows.append({name: None if pd.isna(row[name]) else row[name] for name in names} | {"numbers": numbers})
     return rows
 
 
@@ -315,16 +302,10 @@ def _is_entry(entry: Any) -> bool:
     return all(isinstance(value, int | float) or value in (None, "inf", "-inf") for value in numbers.values())
 
 
-def compared(findings: Findings, baseline: list[dict[str, Any]]) -> Compared:
-    """Count the models that :func:`drift` compares, and name those without an entry in the baseline."""
+def drift(findings: Findings, baseline: list[Entry], tolerance: float = TOLERANCE) -> tuple[list[Drift], Compared]:
+    """Return the numbers that changed by more than a relative tolerance, and the models that were compared."""
     now = findings(tracked_numbers)
     matches = match(baseline, now)
-    return Compared(len(now), len(matches.pairs), tuple(model["model"] for model in matches.new))
-
-
-def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
-    """Return the numbers that changed by more than a relative tolerance."""
-    matches = match(baseline, findings(tracked_numbers))
     moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in matches.missing]
     for entry, several in matches.unclear:
         moved.append(Drift(entry["model"], "model", math.nan, math.nan, tuple(m["model"] for m in several)))
@@ -339,7 +320,7 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
             before = number_from_json(was)
             if not _same(before, value, tolerance):
                 moved.append(Drift(entry["model"], quantity, before, value))
-    return moved
+    return moved, Compared(len(now), len(matches.pairs), tuple(model["model"] for model in matches.new))
 
 
 def _same(was: float, now: float, tolerance: float) -> bool:
@@ -373,14 +354,9 @@ class LayerGate:
         """Return the layers in which it does not hold or is unknown, in words; empty if there are none."""
         failed = [layer for layer in self.failing if layer not in self.unknown]
         parts = []
-        if failed:
-            many = f"{len(failed)} of {counted(len(self.full), 'layer')}"
-            parts.append(f"δ_h < δ_s fails at the median of {many} ({', '.join(map(str, failed))})")
-        if self.unknown:
-            many = (
-                f"{len(self.unknown)} of {counted(len(self.full), 'layer')} ({', '.join(map(str, self.unknown))})"
-            )
-            parts.append(f"δ_h < δ_s cannot be judged at the median of {many}, {NO_NUMBER}")
+        for layers, how, why in ((failed, "fails", ""), (self.unknown, "cannot be judged", f", {NO_NUMBER}")):
+            many = f"{len(layers)} of {counted(len(self.full), 'layer')} ({', '.join(map(str, layers))})"
+            parts += [f"δ_h < δ_s {how} at the median of {many}{why}"] if layers else []
         return "; ".join(parts)
 
     @property
@@ -533,14 +509,15 @@ def verify(findings: Findings, expected: Expectations) -> Verification:
     require_one_partner(judged)
     gates = dispersion_gate(judged) if len(judged.measurements.models) else []
     known = expected.baseline
+    drifts, compared = ([], None) if known is None else drift(findings, known, expected.tolerance)
     return Verification(
         findings=findings,
         pairs=gates,
         layers=layer_gate(judged, gates, expected.every_layer),
         invariants=findings(invariants),
         rules=apply_rules(findings, expected.rules),
-        drifts=[] if known is None else drift(findings, known, expected.tolerance),
-        compared=None if known is None else compared(findings, known),
+        drifts=drifts,
+        compared=compared,
     )
 
 

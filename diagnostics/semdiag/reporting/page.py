@@ -3,8 +3,10 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
-from typing import Any, TypedDict
+from typing import Any
 
 import pandas as pd
 from markupsafe import Markup, escape
@@ -96,24 +98,12 @@ def short_text_sentences(findings: Findings) -> list[str]:
     return [f"{row['text'][:1].upper()}{row['text'][1:]}." for row in short]
 
 
-def _known(*names: str | None) -> str:
-    """Return the first name that is known."""
-    return next(name for name in names if name)
-
-
-def _module(name: str) -> str:
-    return name or "the model"
-
-
-def _code(sha256: str | None) -> str:
-    return Markup("<code>{}</code>").format((sha256 or "–")[:12])
-
-
 _PERCENTILES = tuple(Column(f"dispersion.all.{p}", f"δ {p}") for p in ("p50", "p75", "p90", "p95", "p100"))
 _MODEL, _ATTENTION = Column("model", form=text), Column("attention_label", "attention", text)
 _SEED, _RESIDUAL = Column("seed", form=plain), Column("residual")
 ENCODERS = (
-    Column("task model", "task", _known, left=True), _ATTENTION, _SEED, Column("snapshot", form=text),
+    Column("task model", "task", lambda *names: next(filter(None, names)), left=True), _ATTENTION, _SEED,
+    Column("snapshot", form=text),
     Column("epoch", form=plain), Column("accuracy", form=percent), Column("epochs_to_95", "epochs\nto 95%", plain),
     *_PERCENTILES, Column("smaller", "δₕ < δₛ", text),
 )  # fmt: skip
@@ -127,28 +117,29 @@ MEASURED = (
     _RESIDUAL,
     Column("dispersion.all.queries", "queries", count), Column("dispersion.all.undefined", "undefined δ", count),
     Column("blocks heads", "blocks × heads", "{} × {}".format), Column("parameters", form=count),
-    Column("sha256", "SHA-256", _code, left=True),
+    Column("sha256", "SHA-256", lambda sha: Markup("<code>{}</code>").format((sha or "–")[:12]), left=True),
 )  # fmt: skip
 LAYERS = (
-    Column("layer"), Column("module", form=_module, left=True), Column("occurrence", "call"),
-    Column("mask", form=text), Column("heads"), Column("key_heads"), Column("width"),
+    Column("layer"), Column("module", form=lambda name: name or "the model", left=True),
+    Column("occurrence", "call"), Column("mask", form=text), Column("heads"), Column("key_heads"), Column("width"),
     Column("mechanism", "captured by", text), Column("calls"), Column("residual"), Column("gamma", "Γ"),
     Column("upsilon", "Υ"),
 )  # fmt: skip
 
 
-class Picture(TypedDict):
+@dataclass(frozen=True)
+class Picture:
     """A figure on the page: files by format, size in CSS pixels, or why it is missing."""
 
-    files: dict[str, str]
-    width: int
-    height: int
-    missing: str | None
-    narrow: str | None
-    shows: str
-    note: str
-    finding: str
-    inline: list[Markup]
+    files: dict[str, str] = field(default_factory=dict)
+    width: int = 0
+    height: int = 0
+    missing: str | None = None
+    narrow: str | None = None
+    shows: str = ""
+    note: str = ""
+    finding: str = ""
+    inline: Sequence[Markup] = ()
 
 
 _PART = re.compile(r'<g id="(?:\w+?)-([\w-]+?)--(\w+?)(-\d+)?">')
@@ -186,6 +177,13 @@ def unsaid(sentences: Sequence[str], said: Sequence[str]) -> list[str]:
     return [sentence for sentence in left if sentence and not sentence.endswith(":")]
 
 
+@cache
+def _template() -> Any:
+    """Return the page's template, which is compiled once."""
+    source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    return page_environment().from_string(source)
+
+
 def render_page(
     content: dict[str, Any],
     parts: Sequence[tuple[str, Sequence[Heading]]],
@@ -199,7 +197,6 @@ def render_page(
     look: str | None = None,
 ) -> str:
     """Fill the template; every value is escaped, and control characters are made visible."""
-    source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = content["results"]
     lead, glances, headlines = content["verdict"][0], content["glances"], headlines or {}
     sections = []
@@ -208,15 +205,17 @@ def render_page(
         own = [s for s in headlines.get(name, []) if s == lead or not number or number not in s]
         above = unsaid(own, [lead])
         more = unsaid(content["details"].get(name, []), [lead, *above])
+        place = "screen" if name in _SCREENS else "theory" if name in _THEORY else "details"
         for heading in headings:
-            first = heading is _glanced(name, headings)
+            glanced = [each for each in headings if each.anchor == QUESTIONS[name].glanced]
+            first = heading is (glanced or headings)[0]
             glance = glances.get(name) if first else None
             repeated = glance and glance["words"] in " ".join([lead, *above])
             answer = glance and not repeated and " ".join(filter(None, (glance["number"], glance["words"])))
             sections.append(
                 {
                     "name": name, "heading": heading, "answer": answer and answer[:1].upper() + answer[1:] + ".",
-                    "headline": above if first else [], "more": more if first else [], "place": _place(name),
+                    "headline": above if first else [], "more": more if first else [], "place": place,
                 }
             )  # fmt: skip
     said = {*content["cautions"], *(sentence for own in headlines.values() for sentence in own)}
@@ -228,54 +227,34 @@ def render_page(
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
         for row, other in zip(rows, others, strict=True)
     }
-    return (
-        page_environment()
-        .from_string(source)
-        .render(
-            page_style=Markup(page_style()),
-            report=content,
-            parts=sections,
-            pictures=pictures,
-            missing={name for name, picture in pictures.items() if picture["missing"]},
-            models=", ".join(sorted(named)),
-            title=_title(rows),
-            about=_about(content),
-            made_with=_settings(
-                {name: value for name, value in content["provenance"].items() if name != "command"}
-            ),
-            lead=lead,
-            rest=rest,
-            external=all(others),
-            head_map=head_map,
-            look=look,
-            tables={
-                "encoders": ENCODERS,
-                "external": EXTERNAL,
-                "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
-                "layers": LAYERS,
-            },
-            sections={name for name, _ in parts},
-            non_finite=non_finite.to_dict("records"),
-            keep_queries=keep_queries,
-            theory=theory,
-            outliers=outliers,
-        )
+    page: str = _template().render(
+        page_style=Markup(page_style()),
+        report=content,
+        parts=sections,
+        pictures=pictures,
+        missing={name for name, picture in pictures.items() if picture.missing},
+        models=", ".join(sorted(named)),
+        title=str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models",
+        about=_about(content),
+        made_with=_settings({name: value for name, value in content["provenance"].items() if name != "command"}),
+        lead=lead,
+        rest=rest,
+        external=all(others),
+        head_map=head_map,
+        look=look,
+        tables={
+            "encoders": ENCODERS,
+            "external": EXTERNAL,
+            "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
+            "layers": LAYERS,
+        },
+        sections={name for name, _ in parts},
+        non_finite=non_finite.to_dict("records"),
+        keep_queries=keep_queries,
+        theory=theory,
+        outliers=outliers,
     )
-
-
-def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
-    """Return the heading that a section's answer at a glance is about."""
-    anchor = QUESTIONS[name].glanced
-    return next((heading for heading in headings if heading.anchor == anchor), headings[0])
-
-
-def _title(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the title of the browser's tab: the one model, or the number of models."""
-    return str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models"
-
-
-def _place(name: str) -> str:
-    return "screen" if name in _SCREENS else "theory" if name in _THEORY else "details"
+    return page
 
 
 def _about(content: dict[str, Any]) -> str:

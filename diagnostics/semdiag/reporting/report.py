@@ -266,7 +266,9 @@ def _write(
 ) -> dict[str, Any]:
     measurements = findings.measurements
     tables = _tables(findings, answers)
-    _write_tables(tables, folder / "data")
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        (folder / "data" / f"{name}.csv").write_bytes(csv_text(table).encode("utf-8", errors="backslashreplace"))
     if keep_queries:
         measurements.save(folder / "data")
     elsewhere = bool(external(measurements.models).all())
@@ -279,17 +281,14 @@ def _write(
         pictures[figure.name] = _picture(figure, findings, folder, formats)
         if progress is not None:
             progress.advance(1)
-    paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
+    paths = {name: list(picture.files.values()) for name, picture in pictures.items()}
     content = report_content(findings, command, in_short(findings, answers), answers, paths)
     content["cautions"] = [
         *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:],
         *diverged_sentences(findings), *short_text_sentences(findings),
     ]  # fmt: skip
-    _write_page(
-        folder / "summary.json", visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
-    )
-    if look is not None:
-        _write_page(folder / LOOK, look)
+    written = {"summary.json": visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))}
+    written |= {LOOK: look} if look is not None else {}
     modules = findings(modules_by_layer, measurements.models["model"].iloc[0])
     heads = [
         (f"head {head} of layer {layer_name(layer, modules)}", f"{LOOK}#{layer}.{head}" if look else None, words)
@@ -298,16 +297,13 @@ def _write(
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
     headlines = {name: list(answer.headline) for name, answer in answers.items()}
     living = findings(head_cells) if "heads" in answers else None
-    page = render_page(
+    written["index.html"] = render_page(
         content, parts, pictures, measurements.non_finite, keep_queries, others, heads, headlines, living,
         LOOK if look else None,
     )  # fmt: skip
-    _write_page(folder / "index.html", page)
+    for name, text in written.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
     return content
-
-
-def _write_page(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def in_short(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:
@@ -335,23 +331,16 @@ def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.D
     return tables | {name: table for name, table in named if len(table)}
 
 
-def _write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        text = csv_text(table).encode("utf-8", errors="backslashreplace")
-        (folder / f"{name}.csv").write_bytes(text)
-
-
 def _picture(drawing: Drawing, findings: Findings, folder: Path, formats: Sequence[str]) -> Picture:
     """Draw and save a figure; return its picture, or why there is nothing to show."""
     if not formats:
-        return _missing("no figure format was chosen.")
+        return Picture(missing="no figure format was chosen.")
     try:
         figure = drawing(findings)
         with stacked():
             narrow = drawing(findings) if set(formats) & set(_ON_SCREEN) else None
     except NothingToDrawError as reason:
-        return _missing(str(reason))
+        return Picture(missing=str(reason))
     files = folder / "figures"
     note = " ".join(figure.get_supxlabel().split()).rstrip(".")  # it stands in the caption
     note = note and f"{note[0].upper()}{note[1:]}."
@@ -371,17 +360,8 @@ def _picture(drawing: Drawing, findings: Findings, folder: Path, formats: Sequen
         for name in (paths.get("svg"), telephone) if said and name and name.endswith(".svg")
     ]  # fmt: skip
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
-    return {
-        "files": paths, "width": width, "height": height, "missing": None, "narrow": telephone,
-        "shows": _shows(figure), "note": note, "finding": getattr(figure, "finding", ""), "inline": living,
-    }  # fmt: skip
-
-
-def _missing(reason: str) -> Picture:
-    return {
-        "files": {}, "width": 0, "height": 0, "missing": reason, "narrow": None, "shows": "", "note": "",
-        "finding": "", "inline": [],
-    }  # fmt: skip
+    finding = getattr(figure, "finding", "")
+    return Picture(paths, width, height, None, telephone, _shows(figure), note, finding, living)
 
 
 def _shows(figure: Figure) -> str:

@@ -1,7 +1,5 @@
 """Strings of the formal-language tasks with their labels, drawn at random; their rules are in ``TASKS``."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -82,24 +80,16 @@ def modular_arithmetic(n: int, length: int, generator: Generator) -> Samples:
 
 def solve_equation(n: int, length: int, generator: Generator) -> Samples:
     """Draw expressions without products and replace one digit each by x, which is the label."""
-    rng = numpy_generator(generator)
-    expressions, values = draw_expressions(n, length - 2, EQUATION, "+-", rng)
-    unknown = _next_digit(expressions, rng.integers(length - 2, size=n))
-    everyone = np.arange(n)
-    labels = expressions[everyone, unknown]
-    expressions[everyone, unknown] = EQUATION.index("x")
+    rng, size, rows = numpy_generator(generator), length - 2, np.arange(n)
+    expressions, values = draw_expressions(n, size, EQUATION, "+-", rng)
+    at = rng.integers(size, size=n)  # x stands for the first digit here or after it, cyclically
+    twice = np.where(np.tile(expressions, 2) < MODULUS, np.arange(2 * size), 2 * size)
+    unknown = np.minimum.accumulate(twice[:, ::-1], axis=1)[:, ::-1][rows, at] % size
+    labels = expressions[rows, unknown]
+    expressions[rows, unknown] = EQUATION.index("x")
     equals = np.full(n, EQUATION.index("="))
     tokens = np.concatenate([expressions, equals[:, None], values[:, None]], 1)
     return torch.from_numpy(tokens), torch.from_numpy(labels)
-
-
-def _next_digit(tokens: Integers, position: Integers) -> Integers:
-    """Return the position of the first digit at or after a position, cyclically, row by row."""
-    length = tokens.shape[1]
-    twice = np.where(np.tile(tokens, 2) < MODULUS, np.arange(2 * length), 2 * length)
-    nearest = np.minimum.accumulate(twice[:, ::-1], axis=1)[:, ::-1]
-    found: Integers = nearest[np.arange(len(tokens)), position] % length
-    return found
 
 
 def draw_expressions(
@@ -126,34 +116,23 @@ def draw_expressions(
         row = row.repeat(2)
     below = np.zeros(0, dtype=np.int64)
     for value, leaf, operator in reversed(levels):
-        value[~leaf] = _apply_arithmetic(operator, below[0::2], below[1::2], symbols)
+        left, right = below[0::2], below[1::2]
+        plus, minus = operator == symbols.index("+"), operator == symbols.index("-")
+        value[~leaf] = np.where(plus, left + right, np.where(minus, left - right, left * right)) % MODULUS
         below = value
     return tokens, below
 
 
 def _write_leaves(
-    tokens: Integers,
-    row: Integers,
-    start: Integers,
-    size: Integers,
-    symbols: str,
-    rng: np.random.Generator,
+    tokens: Integers, row: Integers, start: Integers, size: Integers, symbols: str, rng: np.random.Generator
 ) -> Integers:
     """Write d, -d, (d) or (-d), by size, into the tokens; return their values."""
-    digit = rng.integers(MODULUS, size=row.size)
-    negative = size % 2 == 0
-    bracketed = size >= 3
+    digit, negative, bracketed = rng.integers(MODULUS, size=row.size), size % 2 == 0, size >= 3
     tokens[row[bracketed], start[bracketed]] = symbols.index("(")
     tokens[row[bracketed], (start + size - 1)[bracketed]] = symbols.index(")")
     tokens[row[negative], (start + bracketed)[negative]] = symbols.index("-")
     tokens[row, start + bracketed + negative] = digit
     return np.where(negative, -digit, digit) % MODULUS
-
-
-def _apply_arithmetic(operator: Integers, left: Integers, right: Integers, symbols: str) -> Integers:
-    """Return values of ``left operator right`` modulo 5, elementwise; operators other than + and - multiply."""
-    plus, minus = operator == symbols.index("+"), operator == symbols.index("-")
-    return np.where(plus, left + right, np.where(minus, left - right, left * right)) % MODULUS
 
 
 # --- ListOps
@@ -165,54 +144,40 @@ SYMBOLS = (*"0123456789", *OPENERS, "]")  # digits have their values as ids
 FIRST_OPENER, CLOSER, PAD = 10, 14, 15
 
 
-@dataclass(frozen=True)
-class TreeLaw:
-    """Law of the source's trees before any is rejected."""
+class TreeWriter:
+    """Draws trees of given lengths from the source's law, before any is rejected; all together, depth by depth.
 
-    longest: int  # largest length that matters, in tokens; the probabilities up to it are exact
-    max_depth: int  # depth at which every node is a digit; the root has depth 1
-    min_arity: int  # smallest number of arguments
-    max_arity: int  # largest number of arguments
+    A node is a digit with probability 3/4, and always at the largest depth; the root has depth 1.
+    """
 
-    def powers(self, length_law: Floats) -> Floats:
-        """Return the laws of the total length of 0 … max_arity trees, shape (max_arity + 1, longest + 1)."""
-        powers = np.zeros((self.max_arity + 1, self.longest + 1))
-        powers[0, 0] = 1
-        for k in range(1, self.max_arity + 1):
-            powers[k] = np.convolve(powers[k - 1], length_law)[: self.longest + 1]
-        return powers
-
-    def length_laws(self) -> Floats:
-        """P(length = l) of a tree whose root has depth d, shape (max_depth + 1, longest + 1); row 0 unused."""
-        laws = np.zeros((self.max_depth + 1, self.longest + 1))
-        laws[self.max_depth, 1] = 1
-        for depth in range(self.max_depth - 1, 0, -1):
-            arguments = self.powers(laws[depth + 1])[self.min_arity :].mean(0)
+    def __init__(self, law: ListOpsTrees, rng: np.random.Generator) -> None:
+        self.law, self.rng = law, rng
+        # P(length = l) of a tree whose root has depth d, (max_depth + 1, longest + 1); row 0 unused
+        laws = self.length_laws = np.zeros((law.max_depth + 1, law.longest + 1))
+        laws[law.max_depth, 1] = 1
+        for depth in range(law.max_depth - 1, 0, -1):
+            arguments = self._powers(laws[depth + 1])[law.min_arity :].mean(0)
             laws[depth, 2:] = (1 - DIGIT_PROBABILITY) * arguments[:-2]
             laws[depth, 1] = DIGIT_PROBABILITY
-        return laws
 
-
-class TreeWriter:
-    """Draws trees of given lengths, all of them together, one depth after the other."""
-
-    def __init__(self, law: TreeLaw, rng: np.random.Generator) -> None:
-        self.law = law
-        self.rng = rng
-        self.length_laws = law.length_laws()
+    def _powers(self, length_law: Floats) -> Floats:
+        """Return the laws of the total length of 0 … max_arity trees, shape (max_arity + 1, longest + 1)."""
+        powers = np.zeros((self.law.max_arity + 1, self.law.longest + 1))
+        powers[0, 0] = 1
+        for k in range(1, self.law.max_arity + 1):
+            powers[k] = np.convolve(powers[k - 1], length_law)[: self.law.longest + 1]
+        return powers
 
     def write(self, lengths: Integers, width: int) -> tuple[Integers, Integers]:
         """Draw one tree per given length."""
         tokens = np.full((len(lengths), width), PAD)
-        rows, starts = np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64)
-        return tokens, self._write_nodes(tokens, 1, rows, starts, lengths)
+        return tokens, self._write_nodes(tokens, 1, np.arange(len(lengths)), np.zeros_like(lengths), lengths)
 
     def _write_nodes(
         self, tokens: Integers, depth: int, row: Integers, start: Integers, length: Integers
     ) -> Integers:
         """Write the nodes of one depth with everything below them; return their values."""
-        values = np.empty(row.size, dtype=np.int64)
-        leaf = length == 1
+        values, leaf = np.empty(row.size, dtype=np.int64), length == 1
         values[leaf] = self.rng.integers(10, size=np.count_nonzero(leaf))
         tokens[row[leaf], start[leaf]] = values[leaf]
         row, start, length = row[~leaf], start[~leaf], length[~leaf]
@@ -222,19 +187,26 @@ class TreeWriter:
         tokens[row, start] = FIRST_OPENER + operator
         tokens[row, start + length - 1] = CLOSER
         sizes = self._draw_argument_lengths(depth, length)
-        starts = start[:, None] + 1 + sizes.cumsum(1) - sizes
-        present = sizes > 0
+        starts, present = start[:, None] + 1 + sizes.cumsum(1) - sizes, sizes > 0
         rows = np.broadcast_to(row[:, None], sizes.shape)
-        arguments = self._write_nodes(tokens, depth + 1, rows[present], starts[present], sizes[present])
-        values[~leaf] = _apply(operator, arguments, present)
+        table = np.full(sizes.shape, 10)  # above every digit: absent arguments sort last
+        table[present] = self._write_nodes(tokens, depth + 1, rows[present], starts[present], sizes[present])
+        table.sort(axis=1)
+        everyone, count = np.arange(len(table)), present.sum(1)
+        low, high = table[everyone, (count - 1) // 2], table[everyone, count // 2]
+        results = (
+            table[:, 0],
+            table[everyone, count - 1],
+            (low + high) // 2,
+            np.where(table < 10, table, 0).sum(1) % 10,
+        )
+        values[~leaf] = np.choose(operator, results)  # MIN, MAX, MED, SM
         return values
 
     def _draw_argument_lengths(self, depth: int, length: Integers) -> Integers:
         """Return lengths of the arguments of operators at one depth, (operators, max_arity), zeros in front."""
-        law = self.law
-        first = self.length_laws[depth + 1]
-        powers = law.powers(first)
-        rest = length - 2
+        law, first, rest = self.law, self.length_laws[depth + 1], length - 2
+        powers = self._powers(first)
         weights = np.zeros((law.longest + 1, law.max_arity + 1))
         weights[:, law.min_arity :] = powers[law.min_arity :].T
         arity = self._draw(weights, rest)
@@ -262,31 +234,18 @@ class TreeWriter:
         return column
 
 
-def _apply(operator: Integers, arguments: Integers, present: NDArray[np.bool_]) -> Integers:
-    """Return the values of operators, from the values of all their arguments in order and where these stand."""
-    count = present.sum(1)
-    table = np.full(present.shape, 10)  # above every digit: absent arguments sort last
-    table[present] = arguments
-    table.sort(axis=1)
-    everyone = np.arange(len(table))
-    low, high = table[everyone, (count - 1) // 2], table[everyone, count // 2]
-    total = np.where(table < 10, table, 0).sum(1)
-    return np.choose(operator, [table[:, 0], table[everyone, count - 1], (low + high) // 2, total % 10])
-
-
 LEAST_ROUND = 100  # smallest number of trees to draw at a time
 FRUITLESS_ROUNDS = 50  # number of rounds without a new tree after which drawing stops
 
 
 def list_operations(trees: ListOpsTrees, n: int, length: int, generator: Generator) -> Samples:
     """Draw n different trees, padded to the given length; the label is the tree's value."""
-    law = TreeLaw(trees.longest, trees.max_depth, trees.min_arity, trees.max_arity)
     rng = numpy_generator(generator)
-    writer = TreeWriter(law, rng)
-    share = writer.length_laws[1] * (np.arange(law.longest + 1) >= trees.shortest)
+    writer = TreeWriter(trees, rng)
+    share = writer.length_laws[1] * (np.arange(trees.longest + 1) >= trees.shortest)
     described = (
-        f"listops with {trees.shortest} to {law.longest} tokens, depth at most {law.max_depth} "
-        f"and {law.min_arity} to {law.max_arity} arguments"
+        f"listops with {trees.shortest} to {trees.longest} tokens, depth at most {trees.max_depth} "
+        f"and {trees.min_arity} to {trees.max_arity} arguments"
     )
     if not share.any():
         raise InputError(f"{described} has no string.")

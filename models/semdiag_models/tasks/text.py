@@ -49,19 +49,17 @@ class Text:
 
     def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
         """Draw windows without replacement, in random order: training samples, then held-out ones."""
-        drawn = []
-        for pieces, n, name in zip(self._pieces(), (train, holdout), self._names, strict=True):
-            total = _count(pieces, length, name)
-            if n > total:
-                raise InputError(f"{name} has {total} windows of {length} pieces; {n} were asked for.")
-            drawn.append(windows(pieces, length, torch.randperm(total, generator=generator)[:n]))
-        return drawn[0], drawn[1]
+        names, sizes = self._names, (train, holdout)
+        first, second = (
+            _drawn(pieces, n, length, name, generator)
+            for pieces, n, name in zip(self._pieces(), sizes, names, strict=True)
+        )
+        return first, second
 
     def draw_from(self, path: Path, n: int, length: int, generator: torch.Generator) -> Samples:
         """Draw windows of another text, which this text's tokenizer cuts into pieces."""
         pieces = self._encode(read_lines(path)[0])
-        total = _count(pieces, length, str(path))
-        return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
+        return _drawn(pieces, min(n, _count(pieces, length, str(path))), length, str(path), generator)
 
     def _pieces(self) -> tuple[Pieces, Pieces]:
         """Return training and held-out lines in pieces, from unchanged files."""
@@ -84,11 +82,19 @@ class Text:
 def _count(pieces: Pieces, window: int, name: str) -> int:
     total = int((pieces.lengths - window).clamp(min=0).sum())
     if not total:
+        ways = "Longer lines, or training with a smaller --window, would give some."
         raise InputError(
-            f"No line of {name} has more than {window} pieces: there is no window with a next piece. "
-            "Longer lines, or training with a smaller --window, would give some."
+            f"No line of {name} has more than {window} pieces: there is no window with a next piece. {ways}"
         )
     return total
+
+
+def _drawn(pieces: Pieces, n: int, length: int, name: str, generator: torch.Generator) -> Samples:
+    """Draw windows without replacement, in random order."""
+    total = _count(pieces, length, name)
+    if n > total:
+        raise InputError(f"{name} has {total} windows of {length} pieces; {n} were asked for.")
+    return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
 
 
 def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
@@ -136,10 +142,9 @@ def read_lines(path: Path) -> tuple[list[str], str]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path} is not UTF-8: byte {content[error.start]:#04x} in line {line}. "
-            "Convert it, for instance with: iconv -f latin1 -t utf-8."
-        ) from None
+        at = f"byte {content[error.start]:#04x} in line {line}"
+        way = "Convert it, for instance with: iconv -f latin1 -t utf-8."
+        raise InputError(f"{path} is not UTF-8: {at}. {way}") from None
     stripped = (line.strip() for line in io.StringIO(text, newline=None))
     lines = [line for line in stripped if line]
     if not lines:
@@ -150,25 +155,21 @@ def read_lines(path: Path) -> tuple[list[str], str]:
 def split_lines(path: Path, lines: list[str]) -> tuple[list[str], list[str]]:
     """Split training and held-out lines: the last tenth, and at least one line, is held out."""
     if len(lines) < 2:
-        raise InputError(
-            f"{path} has one line; the last tenth of the lines is held out, so two are needed at least. "
-            "Break the text into lines, or name a second file with --holdout-text."
-        )
+        ways = "Break the text into lines, or name a second file with --holdout-text."
+        raise InputError(f"{path} has one line; the last tenth is held out, so two are needed at least. {ways}")
     held_out = max(1, len(lines) // 10)
     return lines[:-held_out], lines[-held_out:]
 
 
 def _unchanged(file: str, sha256: str | None) -> list[str]:
     """Return the lines of a run's text; refuse a file that is gone or changed."""
-    path = Path(file)
-    if not path.exists():
+    if not Path(file).exists():
         raise InputError(f"The text {file} of this run is not here. Any other text works with --inputs FILE.txt.")
-    lines, found = read_lines(path)
+    lines, found = read_lines(Path(file))
     if found != sha256:
-        raise InputError(
-            f"The text {file} has changed since the run (SHA-256 {found[:8]}…, was {str(sha256)[:8]}…). "
-            "It works with --inputs FILE.txt, as a new text."
-        )
+        hashes = f"SHA-256 {found[:8]}…, was {str(sha256)[:8]}…"
+        way = "It works with --inputs FILE.txt, as a new text."
+        raise InputError(f"The text {file} has changed since the run ({hashes}). {way}")
     return lines
 
 
@@ -195,22 +196,26 @@ def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
             num_threads=1, minloglevel=3,
         )  # fmt: skip
     except RuntimeError as error:
-        raise InputError(_refusal(str(error), vocabulary)) from None
+        why = f"SentencePiece cannot learn pieces from this text ({str(error).splitlines()[0]})."
+        if most := re.search(r"to a value <= (\d+)", str(error)):
+            why = f"--vocabulary {vocabulary} is more than this text supports. Use --vocabulary {most[1]} or less."
+        if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error)):
+            need = f"less than the {least[1]} this text needs for its characters alone"
+            why = f"--vocabulary {vocabulary} is {need}. Use --vocabulary {least[1]} or more."
+        raise InputError(why) from None
     return model.getvalue()
 
 
 def encode(model: bytes, vocabulary: int, lines: list[str]) -> Pieces:
     """Cut lines into pieces, without begin and end marks."""
-    library = _sentencepiece()
     try:
-        processor = library.SentencePieceProcessor(model_proto=model)
+        processor = _sentencepiece().SentencePieceProcessor(model_proto=model)
         found = processor.vocab_size()
     except RuntimeError:
         raise InputError("The stored tokenizer is damaged: SentencePiece cannot read it.") from None
     if found != vocabulary:
         raise InputError(f"The stored tokenizer is damaged: it has {found} pieces, not {vocabulary}.")
-    ids: list[Tensor] = []
-    lengths: list[int] = []
+    ids, lengths = list[Tensor](), list[int]()
     for first in range(0, len(lines), _LINES_AT_ONCE):
         encoded = processor.encode(lines[first : first + _LINES_AT_ONCE], out_type=int, num_threads=1)
         lengths += map(len, encoded)
@@ -222,19 +227,6 @@ def _sentencepiece() -> Any:
     try:
         import sentencepiece
     except ImportError:
-        raise InputError(
-            "Text needs the package sentencepiece, which is not installed: pip install sentencepiece"
-        ) from None
+        why = "Text needs the package sentencepiece, which is not installed: pip install sentencepiece"
+        raise InputError(why) from None
     return sentencepiece
-
-
-def _refusal(message: str, vocabulary: int) -> str:
-    """Return SentencePiece's refusal of a vocabulary in our words."""
-    if most := re.search(r"to a value <= (\d+)", message):
-        return f"--vocabulary {vocabulary} is more than this text supports. Use --vocabulary {most[1]} or less."
-    if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
-        return (
-            f"--vocabulary {vocabulary} is less than the {least[1]} this text needs for its characters alone. "
-            f"Use --vocabulary {least[1]} or more."
-        )
-    return f"SentencePiece cannot learn pieces from this text ({message.splitlines()[0]})."

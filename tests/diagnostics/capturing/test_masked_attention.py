@@ -11,11 +11,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import semdiag
 from semdiag.capturing import kept_keys, masked_attention
-from semdiag.capturing.adapters.fused import _over_all, _places
+from semdiag.capturing.adapters.fused import _over_all
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.kept_keys import Choice, SharedChoices, all_kept
 from semdiag.capturing.masked_attention import flexible, in_strips, row_thresholds
-from semdiag.capturing.rules import RandomK, TopK, TopP, Window
+from semdiag.capturing.rules import RandomK, SkipTiles, TopK, TopP, Window
 from semdiag.capturing.sparsify import sparsify
 from semdiag_models import InputError
 
@@ -36,6 +36,16 @@ RULES = [
     TopK(3, shared="layer", sinks=1),
     TopP(0.8),
     RandomK(4, sinks=1, window=2),
+]
+TABLES = [
+    TopP(0.8),
+    TopK(2, block=4),
+    TopK([1, 2, 0, 7], block=4, sinks=1, window=3),
+    TopK(2, block=4, by="mean", shared="group"),
+    TopK(2, block=4, shared="layer"),
+    TopK(2, block=4, query_block=8),
+    TopK(3, query_block=4, shared="layer"),
+    SkipTiles(1.0, 6, 4),
 ]
 KINDS = ["causal", "whole", "padded in front", "padded behind", "windowed", "biased", "per head"]
 
@@ -128,9 +138,8 @@ def evaluated(dynamic):
         assert enable_gqa
         k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
         z = q @ k.mT * scale
-        places = _places(z.shape, z.device)
         with torch.no_grad():
-            seen = _over_all(blocks.mask_mod, (), ())(*places).expand(z.shape)
+            seen = _over_all(blocks.mask_mod, z.shape, z.device, ()).expand(z.shape)
         size = z.shape[2:]
         inside = blocks.to_dense().bool().repeat_interleave(128, -1).repeat_interleave(128, -2)
         full = BlockMask.from_kv_blocks(blocks.full_kv_num_blocks, blocks.full_kv_indices, BLOCK_SIZE=128)
@@ -138,7 +147,7 @@ def evaluated(dynamic):
         inside, full = (x[..., : size[0], : size[1]] for x in (inside, full))
         assert not (full & ~seen).any()
         if score_mod is not None:
-            z = _over_all(score_mod, (0,), ())(z, *places)
+            z = _over_all(score_mod, z.shape, z.device, (), z)
         return z.masked_fill(~(seen & inside), -torch.inf).softmax(-1).nan_to_num(0) @ v
 
     return attention
@@ -148,11 +157,12 @@ def evaluated(dynamic):
     ("kind", "length"),
     [*((kind, 37) for kind in KINDS if kind != "windowed"), ("causal", 300), ("padded in front", 300)],
 )
-@pytest.mark.parametrize("rule", THRESHOLDS, ids=repr)
+@pytest.mark.parametrize("rule", [*THRESHOLDS, *TABLES], ids=repr)
 def test_what_flex_attention_is_given_keeps_the_same_keys(monkeypatch, rule, kind, length):
-    """Its functions of positions and scores, its blocks, and the numbers of kept keys."""
+    """Its functions of positions and scores, its blocks, its tables, and the numbers of kept keys."""
     monkeypatch.setattr(masked_attention, "_flex", evaluated)
     call = call_of(kind, length)
+    assert Choice(rule, call).by_threshold != Choice(rule, call).by_table
     own = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
     found, strips = flexible(Choice(rule, call), tuple(own)), in_strips(Choice(rule, call), tuple(own))
     assert torch.equal(found.number.expand(strips.number.shape), strips.number)
@@ -181,16 +191,45 @@ def test_of_equal_scores_a_threshold_keeps_the_first():
         assert bool(rows.close.all()) is (count != 3)
 
 
-def test_layers_that_reuse_a_choice_keep_its_keys_in_strips(monkeypatch):
+def test_layers_that_reuse_a_choice_keep_its_keys(monkeypatch):
     monkeypatch.setattr(kept_keys, "_AT_ONCE", 300)
     first, second = call_of("causal"), call_of("causal")
     second = AttentionCall(**{**vars(second), "layer": 1, "q": second.q.flip(3)})
+    monkeypatch.setattr(masked_attention, "_flex", evaluated)
     choices, rule = SharedChoices(), TopK(3, shared="layer", every=2)
+    kept = all_kept(Choice(rule, first))[0] & first.part().allowed
     for call in (first, second):
-        inputs = call.q, call.k, call.v
-        found = in_strips(choices.choice(rule, call), inputs)
-        kept = all_kept(Choice(rule, first))[0] & first.part().allowed
-        assert off(found.mixed.output, dense(call, kept, *(x.double() for x in inputs))) < 1e-5
+        inputs, choice = (call.q, call.k, call.v), choices.choice(rule, call)
+        exact = dense(call, kept, *(x.double() for x in inputs))
+        assert off(in_strips(choice, inputs).mixed.output, exact) < 1e-5
+        assert choice.by_table is (call is second)
+        if choice.by_table:
+            assert off(flexible(choice, inputs).mixed.output, exact) < 1e-5
+
+
+@pytest.mark.parametrize("rule", [TopK(3, shared="group"), TopK(3, shared="layer"), RandomK(4)], ids=repr)
+def test_choices_that_would_need_a_table_of_queries_times_keys_stay_in_strips(rule):
+    choice = Choice(rule, call_of("causal"))
+    assert not choice.by_table
+    assert not choice.by_threshold
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("rule", [TopP(0.8), TopK(2, block=4), TopK(2, block=4, query_block=8)], ids=repr)
+def test_torchs_own_flex_attention_gives_what_strips_give(monkeypatch, rule):
+    """Uncompiled, as torch writes it out."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(masked_attention, "_flex", lambda dynamic: uncompiled)
+
+    def uncompiled(q, k, v, score_mod, blocks, scale, enable_gqa):
+        return flex_attention(q, k, v, score_mod, blocks, scale, enable_gqa)
+
+    call = call_of("padded in front", 150)
+    inputs = call.q, call.k, call.v
+    found, strips = (attend(Choice(rule, call), inputs) for attend in (flexible, in_strips))
+    assert torch.equal(found.number.expand(strips.number.shape), strips.number)
+    torch.testing.assert_close(found.mixed.output, strips.mixed.output, atol=2e-6, rtol=0)
 
 
 # --------------------------------------------------------------------------------------------- in a model

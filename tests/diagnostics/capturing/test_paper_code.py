@@ -313,15 +313,15 @@ def test_an_unknown_task_stays_unknown(paper_code):
     [
         ("mask_size", 0, "k must lie in [1, 100000]. Got k=0."),
         ("mask_size", 41, "k must be at most the sequence length. Got k=41, length=40."),
-        ("mask_size", "5", "ModelConfig.k must be int"),
+        ("mask_size", "5", "k must be int"),
         ("mask_type", ["topk"], "uses mask"),
         ("n_heads", 0, "n_heads must be a positive whole number. Got 0."),
         ("n_heads", "one", "n_heads must be a positive whole number. Got 'one'."),
         ("n_heads", 3, "has shape (192, 64); its configuration says (189, 64)."),
         ("n_heads", 100, "head_width must lie in [1,"),
         ("activation", "tanh", "Unknown activation 'tanh'."),
-        ("activation", None, "ModelConfig.activation must be str."),
-        ("inv_temp", "warm", "ModelConfig.inverse_temperature must be float. Got 'warm'."),
+        ("activation", None, "activation must be str."),
+        ("inv_temp", "warm", "inverse_temperature must be float. Got 'warm'."),
         ("inv_temp", float("nan"), "inverse_temperature must lie in"),
     ],
 )

@@ -229,7 +229,7 @@ def fail(*arguments, **options):
     [
         (capturing, "counted_rows", True),
         (padding, "token_masks", True),
-        (torch_functions, "_sdpa_call", True),
+        (torch_functions, "sdpa_call", True),
         (torch_functions.SoftmaxProvenance, "follow", False),
     ],
 )

@@ -1,11 +1,13 @@
 """The program in this process, and what it says."""
 
+import functools
 import json
 import re
 import sys
 from dataclasses import dataclass
 
 import pytest
+import typer
 
 from semdiag.commands.main import main
 from semdiag.reporting import report
@@ -20,9 +22,13 @@ class Outcome:
     err: str
 
 
+_get_command = functools.cache(typer.main.get_command)  # it builds all commands anew at every call
+
+
 @pytest.fixture
 def run_semdiag(monkeypatch, capsys):
     """Call with the words after ``semdiag``: runs the program through its error border."""
+    monkeypatch.setattr(typer.main, "get_command", _get_command)
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["semdiag", *map(str, words)])

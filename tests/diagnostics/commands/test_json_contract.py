@@ -84,6 +84,8 @@ def test_a_measuring_command_keeps_the_promise(run_semdiag, here, tiny_runs, nam
     assert outcome.code in ((0, 1) if name == "check" else (0,)), outcome.err
     per = ("full", "topk") if name == "check" else MODEL_FACTS
     found = keeps_the_promise(outcome.out, per, list)
+    if name == "lipschitz":
+        assert [pair["label"] for pair in found["pairs"]] == ["even-pairs, topk-3, seed 7"]
     if name != "check":
         assert [(entry["attention"], entry["k"]) for entry in found["results"]] == [("full", None), ("topk", 3)]
         assert [Path(entry["model"]).parent for entry in found["results"]] == [tiny_runs.full, tiny_runs.topk]

@@ -6,6 +6,8 @@ import pandas as pd
 import pytest
 import torch
 
+from semdiag.measuring.measure import Conditions
+from semdiag.measuring.survey import survey
 from semdiag_models import TrainingConfig, open_run, train_run
 
 KINDS = {"lsh": {"hash_rounds": 2}, "routing": {"clusters": 3}, "redrawn": {}}
@@ -32,7 +34,7 @@ def results(outcome):
 
 
 def test_dispersion_shows_recall_where_largest_scores_are_looked_for(runs, run_semdiag, here):
-    outcome = run_semdiag("dispersion", *runs, "--samples", 20, "--figures", "none", "--out", "page", "--json")
+    outcome = run_semdiag("dispersion", *runs, "--samples", 8, "--figures", "none", "--out", "page", "--json")
     found = results(outcome)
     assert all(one["all"]["p50"] > 0 for one in found)
     assert ["recall" in one["all"] for one in found] == [True, True, False]
@@ -52,7 +54,7 @@ def test_dispersion_shows_recall_where_largest_scores_are_looked_for(runs, run_s
 
 @pytest.mark.parametrize("command", ["separation", "overlap", "k-sweep", "stability", "mask-stability", "bounds"])
 def test_commands_give_numbers_or_say_that_there_are_none(command, runs, run_semdiag, here):
-    outcome = run_semdiag(command, *runs, "--samples", 10, "--figures", "none", "--json")
+    outcome = run_semdiag(command, *runs, "--samples", 5, "--figures", "none", "--json")
     assert results(outcome)
     assert " nan" not in outcome.err.lower()
     said = {
@@ -66,9 +68,9 @@ def test_commands_give_numbers_or_say_that_there_are_none(command, runs, run_sem
     assert [words for words in said if words not in text] == []
 
 
-@pytest.mark.parametrize("figures", ["none", pytest.param("svg", marks=pytest.mark.slow)])
-def test_a_report_of_all_together_with_full_and_top_k_is_written(figures, runs, run_semdiag, tiny_runs, here):
-    words = ("--samples", 10, "--figures", figures, "--out", here / "report")
+@pytest.mark.slow
+def test_a_report_of_all_together_with_full_and_top_k_is_written(runs, run_semdiag, tiny_runs, here):
+    words = ("--samples", 10, "--figures", "svg", "--out", here / "report")
     outcome = run_semdiag("report", tiny_runs.full, tiny_runs.topk, *runs, *words)
     assert outcome.code == 0, outcome.err
     page = (here / "report" / "index.html").read_text(encoding="utf-8")
@@ -77,17 +79,20 @@ def test_a_report_of_all_together_with_full_and_top_k_is_written(figures, runs, 
     assert page.count("draws new random keys in every forward pass; measured with those of seed 0") == 1
 
 
-def test_a_redrawn_model_is_measured_with_the_draws_of_a_seed(runs, run_semdiag, here):
-    words = ("dispersion", *runs, "--samples", 10, "--figures", "none", "--json", "--seed")
+def test_a_redrawn_model_is_measured_with_the_draws_of_a_seed(runs):
     first, again, other = (
-        [one["all"]["mean"] for one in results(run_semdiag(*words, seed))] for seed in (0, 0, 1)
+        [
+            group["dispersion"].mean()
+            for _, group in survey(runs, Conditions(samples=5, seed=seed)).queries.groupby("model", sort=False)
+        ]
+        for seed in (0, 0, 1)
     )
     assert first == again
     assert [a != b for a, b in zip(first, other, strict=True)] == [False, False, True]
 
 
 def test_check_passes_its_invariants(runs, run_semdiag, tiny_runs, here):
-    outcome = run_semdiag("check", tiny_runs.full, tiny_runs.topk, *runs, "--samples", 10, "--exit-zero", "--json")
+    outcome = run_semdiag("check", tiny_runs.full, tiny_runs.topk, *runs, "--samples", 5, "--exit-zero", "--json")
     assert outcome.code == 0, outcome.err
     assert "certified" in outcome.out
 
@@ -100,7 +105,7 @@ def test_planes_of_the_loss(runs, run_semdiag, here):
 def test_slopes_of_the_loss(runs, run_semdiag, here):
     routing = next(run for run in runs if run.name == "routing")
     few = ("--planes", 2, "--directions", 2, "--draws", 5)
-    outcome = run_semdiag("lipschitz", routing, "--samples", 2, *few, "--figures", "none")
+    outcome = run_semdiag("lipschitz", routing, "--samples", 1, *few, "--figures", "none")
     assert outcome.code == 0, outcome.err
 
 

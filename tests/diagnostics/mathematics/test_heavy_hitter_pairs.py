@@ -12,10 +12,15 @@ from semdiag.mathematics.mask_stability import heavy_hitter_pair_stability
 from semdiag.mathematics.softmax_stability import (
     heavy_hitter_row_stability,
     heavy_hitter_stability,
-    softmax_secant,
+    score_change,
+    weight_change,
 )
 
 SLACK = 1 + 1e-6
+
+
+def secant(z: Tensor, other: Tensor, chosen: Tensor, others: Tensor, order: float = 1) -> Tensor:
+    return weight_change(z, other, chosen, others) / score_change(z, other, chosen, others, order)
 
 
 def top(scores: Tensor, k: int) -> Tensor:
@@ -55,11 +60,11 @@ def test_no_swapped_pair_exceeds_the_bounds(k, gap):
         chosen, other_chosen = top(z, k), top(other, k)
         everything = torch.ones_like(chosen)
         bound = heavy_hitter_pair_stability(z, other, chosen, other_chosen, everything, everything)
-        measured = softmax_secant(z, other, chosen, other_chosen)
+        measured = secant(z, other, chosen, other_chosen)
         valid = measured.isfinite() & bound.log_value.isfinite()
         assert (measured <= bound.log_value.exp() * SLACK)[valid].all()
         row = heavy_hitter_row_stability(delta + 1e-12, gap * (1 - 1e-9), k).log_value.exp()
-        in_rows = softmax_secant(z, other, chosen, other_chosen, math.inf)
+        in_rows = secant(z, other, chosen, other_chosen, math.inf)
         assert (in_rows <= row * SLACK)[valid].all()
         compared += int(valid.sum())
         swapped += int((chosen != other_chosen).any(-1)[valid].sum())
@@ -81,7 +86,7 @@ def test_no_random_pair_exceeds_the_bound(k):
     everything = torch.ones_like(chosen)
     bound = heavy_hitter_pair_stability(z, other, chosen, other_chosen, everything, everything)
     assert bound.holds
-    assert (softmax_secant(z, other, chosen, other_chosen) <= bound.log_value.exp() * SLACK).all()
+    assert (secant(z, other, chosen, other_chosen) <= bound.log_value.exp() * SLACK).all()
 
 
 @pytest.mark.parametrize("gap", [1e-3, 1e-2])
@@ -90,10 +95,10 @@ def test_swapping_everything_attains_the_bounds(k, gap):
     z = torch.cat([torch.full((k,), gap), torch.zeros(k)]).double()
     other = z.flip(0)
     chosen, other_chosen = top(z, k), top(other, k)
-    measured = softmax_secant(z, other, chosen, other_chosen).item()
+    measured = secant(z, other, chosen, other_chosen).item()
     bound = heavy_hitter_stability(0.0, gap, k).log_value.exp().item()
     assert 0.98 * bound <= measured <= bound * SLACK
-    in_rows = softmax_secant(z, other, chosen, other_chosen, math.inf).item()
+    in_rows = secant(z, other, chosen, other_chosen, math.inf).item()
     assert in_rows == pytest.approx(2 / gap)
     row = heavy_hitter_row_stability(0.0, gap, k).log_value.exp().item()
     assert 0.99 * row <= in_rows <= row * SLACK
@@ -104,7 +109,7 @@ def test_swapping_everything_attains_the_bounds(k, gap):
 def test_the_row_form_is_attained_up_to_a_separation_of_2(k, gap):
     """No smaller constant will do; 1 + 2/Δ was up to twice as much."""
     z = torch.cat([torch.full((k,), gap, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)])
-    in_rows = softmax_secant(z, z.flip(0), top(z, k), top(z.flip(0), k), math.inf).item()
+    in_rows = secant(z, z.flip(0), top(z, k), top(z.flip(0), k), math.inf).item()
     row = heavy_hitter_row_stability(0.0, gap, k).log_value.exp().item()
     assert row == pytest.approx(in_rows, rel=1e-12)
 
@@ -138,7 +143,7 @@ def test_one_rows_values_only_can_be_exceeded():
     z = torch.tensor([1.0, 0.0], dtype=torch.float64)
     other = torch.tensor([0.0, 1e-9], dtype=torch.float64)
     chosen, other_chosen = top(z, 1), top(other, 1)
-    measured = softmax_secant(z, other, chosen, other_chosen).item()
+    measured = secant(z, other, chosen, other_chosen).item()
     first_only = heavy_hitter_stability(0.0, 1.0, 1).log_value.exp().item()
     assert measured == pytest.approx(2 * first_only)
     everything = torch.ones_like(chosen)

@@ -10,15 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from semdiag.mathematics.mask_stability import heavy_hitter_pair_stability
-from semdiag.mathematics.softmax_stability import log_largest_weight, score_change, weight_change
-from semdiag.mathematics.spectral_norms import log_swap_cost
+from semdiag.mathematics.softmax_stability import (
+    _log_swap_cost,
+    log_largest_weight,
+    score_change,
+    weight_change,
+)
 
 # A cost is a few logarithms and exponentials of numbers of size |ln cost|, each rounded.
 ROUNDING = 1e-13
 
 
 def cost(delta: float, gap: float, k: int) -> float:
-    return log_swap_cost(*(torch.tensor(x, dtype=torch.float64) for x in (delta, gap, k))).item()
+    return _log_swap_cost(*(torch.tensor(x, dtype=torch.float64) for x in (delta, gap, k))).item()
 
 
 def naive_cost(height: float, gap: float, k: int) -> float:
@@ -58,7 +62,7 @@ def test_edges():
     assert cost(2.0, 0.0, 5) == cost(2.0, -1.0, 5) == math.inf
     assert cost(math.inf, 1.0, 5) == pytest.approx(cost(1e4, 1.0, 5))
     assert math.isfinite(cost(800.0, 1e-300, 10**6))
-    many = log_swap_cost(torch.tensor([0.0, 1.0]), torch.tensor([[0.5], [1.0]]), torch.tensor(3.0))
+    many = _log_swap_cost(torch.tensor([0.0, 1.0]), torch.tensor([[0.5], [1.0]]), torch.tensor(3.0))
     assert many.shape == (2, 2)
 
 

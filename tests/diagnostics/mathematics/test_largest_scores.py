@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semdiag.mathematics import score_strips as module
-from semdiag.mathematics.score_strips import add_ranks_, largest_scores
+from semdiag.mathematics.score_strips import largest_scores
 
 
 def sorted_places(row):
@@ -76,11 +76,3 @@ def test_rows_with_few_keys_and_extreme_scores(keys, largest):
     scores[1] *= -1
     hidden = torch.stack([torch.randperm(1500, generator=generator) for _ in range(3)]) >= keys
     assert_largest(scores.masked_fill(hidden, -torch.inf), 33)
-
-
-def test_ranks_are_counted_where_they_are_present():
-    ranks = torch.ones(1, 1, 2, 3, dtype=torch.int32)
-    positions = torch.tensor([[[[2, 0], [2, 1], [0, 2]]]])
-    present = torch.tensor([[[[True, True], [True, False], [True, True]]]])
-    add_ranks_(ranks, positions, present)
-    assert ranks.tolist() == [[[[2, 1, 3], [2, 1, 2]]]]

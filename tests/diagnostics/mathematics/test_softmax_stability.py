@@ -21,7 +21,8 @@ from semdiag.mathematics.softmax_stability import (
     heavy_hitter_split_stability,
     heavy_hitter_stability,
     log_largest_weight,
-    softmax_secant,
+    score_change,
+    weight_change,
 )
 
 SLACK = 1 + 1e-6  # secants of nearly equal rows carry rounding of about 1e-16 / distance
@@ -40,7 +41,8 @@ def uniform(generator: torch.Generator, *shape: int) -> Tensor:
 
 def secant(z: Tensor, other: Tensor, order: float = 1) -> Tensor:
     everything = torch.ones_like(z, dtype=torch.bool)
-    return softmax_secant(z, other, everything, everything, order)
+    pair = z, other, everything, everything
+    return weight_change(*pair) / score_change(*pair, order)
 
 
 def rows_of_range(generator: torch.Generator, rows: int, k: int, delta: float) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.measuring.probe import COLUMNS, PERCENTILES, layer_table, percentiles, pooled_table, summaries
+from semdiag.measuring.probe import COLUMNS, PERCENTILES, percentile_rows, percentiles, summaries
 
 NAMES = ["p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100"]
 
@@ -89,17 +89,14 @@ def rows():
     )
 
 
-def test_layers_and_heads_come_in_their_order(rows):
-    table = layer_table(rows[rows["model"] == "b"], "dispersion")
+def test_groups_come_in_order_of_appearance(rows):
+    table = percentile_rows(rows[rows["model"] == "b"], "dispersion", "layer", "head")
     assert table[["layer", "head", "queries", "p50"]].to_numpy().tolist() == [
-        [0, 0, 1, 4],
-        [0, 1, 1, 2],
         [1, 0, 2, 2],
+        [0, 1, 1, 2],
+        [0, 0, 1, 4],
     ]
-
-
-def test_models_are_pooled_in_order_of_appearance(rows):
-    table = pooled_table(rows, "dispersion")
+    table = percentile_rows(rows, "dispersion", "model")
     assert table[["model", "queries", "p50"]].to_numpy().tolist() == [["b", 4, 2.5], ["a", 2, 6]]
-    by_layer = pooled_table(rows, "dispersion", by="layer")
+    by_layer = percentile_rows(rows, "dispersion", "layer")
     assert by_layer[["layer", "mean"]].to_numpy().tolist() == [[1, 2], [0, 4.5]]

@@ -27,12 +27,11 @@ THEORY = (
 MASK_PROBES = ("masks_unchanged",)
 PROBES = (
     "lipschitz_percentiles",
-    "lipschitz_rungs",
     "block_stretch",
     "landscape_contour",
     "landscape_cuts",
 )
-WITHIN = ("weight_kept", "key_load_counterfactual")
+WITHIN = ("weight_kept",)
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
@@ -116,19 +115,20 @@ def test_one_model_is_drawn_or_the_reason_is_said(name, attention, alone):
 
 
 @pytest.fixture(scope="module")
-def not_finite(make_four, unequal, theory, probes):
-    """Call with a value: the same in all numbers of the queries of one model, and of all."""
+def not_finite(model, unequal, theory, probes):
+    """Call with a value: the same in all numbers of the queries of one model of three, and of all."""
 
     @functools.cache
     def make(value, keys_differ):
-        four = probes(theory(make_four()))
-        four = four.replace(landscape=four.landscape[four.landscape["plane"] == 0])
-        four = unequal(four) if keys_differ else four
+        three = Measurements.concat([model("full", within=(3,)), model("topk"), model("block")])
+        three = probes(theory(three))
+        three = three.replace(landscape=three.landscape[three.landscape["plane"] == 0])
+        three = unequal(three) if keys_differ else three
         numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "weight_kept_k3"]
-        one = four.queries["model"].str.contains("block")
-        some, every = four.queries.copy(), four.queries.copy()
+        one = three.queries["model"].str.contains("block")
+        some, every = three.queries.copy(), three.queries.copy()
         some.loc[one, numbers], every[numbers] = value, value
-        return Findings(four.replace(queries=some)), Findings(four.replace(queries=every))
+        return Findings(three.replace(queries=some)), Findings(three.replace(queries=every))
 
     return make
 
@@ -142,8 +142,6 @@ def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite
     registry.figures()[name](some).draw_without_rendering()
     if name in (*THEORY, *PROBES) and name not in OF_QUERIES:
         return  # not drawn from queries
-    if name == "key_load_counterfactual":
-        return  # drawn from loads
     if name in ("key_load", "training_curves"):
         registry.figures()[name](every)
     else:

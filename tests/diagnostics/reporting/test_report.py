@@ -14,7 +14,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import PERCENTILES, layer_table, percentiles
+from semdiag.measuring.probe import PERCENTILES, percentile_rows, percentiles
 from semdiag.questions import registry
 from semdiag.questions.heads import head_table
 from semdiag.reporting.report import write_report
@@ -214,14 +214,16 @@ def test_no_text_of_a_file_steers_a_browser_a_terminal_or_a_spreadsheet(model, t
     found = [model(kind, path=name, seed=i) for i, (kind, name) in enumerate(zip(kinds, names, strict=True))]
     bad = pd.DataFrame({"model": names[:1], "sample": [0], "layer": [1], "head": [0], "scores": [17]})
     found[0] = found[0].replace(non_finite=bad)
-    findings, sections = Findings(Measurements.concat(found)), ["dispersion", "separation", "learning"]
-    folder = write_report(findings, tmp_path / "r", names[0], ["svg"], sections=sections)[0].parent
-    tables = sorted(folder.glob("data/*.csv"))
-    pages = [folder / "index.html", *folder.glob("figures/*.svg"), *tables]
+    sections = ["dispersion", "separation", "learning"]
+    drawn = write_report(Findings(Measurements.concat(found[:2])), tmp_path / "d", "x", ["svg"], sections=sections)
+    findings = Findings(Measurements.concat(found))
+    folder = write_report(findings, tmp_path / "r", names[0], (), sections=sections)[0].parent
+    tables, figures = sorted(folder.glob("data/*.csv")), sorted(drawn[0].parent.glob("figures/*.svg"))
+    pages = [folder / "index.html", *figures, *tables]
     for file in pages:
         assert not set(STEERING) - set("]0;title[31m2J") & set(file.read_text(encoding="utf-8")), file.name
     assert len(pages) - len(tables) > 3
-    for figure in folder.glob("figures/*.svg"):
+    for figure in figures:
         ElementTree.parse(figure)  # with control characters it would be no XML
     read = [csv.reader(StringIO(file.read_bytes().decode(), newline="")) for file in tables]
     cells = [cell for table in read for row in table for cell in row]
@@ -269,17 +271,21 @@ def test_csv_holds_the_percentiles(quantity, four, kept):
     found = table[table["model"] == "even-pairs-topk-7/last.pt"]
     assert found[found["layer"] == "all"][columns].iloc[0].to_dict() == pytest.approx(percentiles(rows[quantity]))
     layers = found[found["layer"] != "all"][columns].reset_index(drop=True)
-    pd.testing.assert_frame_equal(layers, layer_table(rows, quantity)[columns], check_dtype=False)
+    pd.testing.assert_frame_equal(
+        layers, percentile_rows(rows, quantity, "layer", "head")[columns], check_dtype=False
+    )
 
 
-def test_kept_queries_redraw_the_same_report(kept, tmp_path):
-    again = Findings(Measurements.load(kept / "data"))
-    write_report(again, tmp_path / "r", "x", ["svg"], keep_queries=True)
-    files = sorted(path.relative_to(kept) for path in kept.rglob("*.*") if path.is_file())
-    assert len(files) == 32
+@pytest.mark.parametrize("parts", [{"formats": ()}, {"formats": ["svg"], "sections": ["separation"]}])
+def test_kept_queries_redraw_the_same_report(parts, kept, four, tmp_path):
+    for name, measurements in (("a", four), ("b", Measurements.load(kept / "data"))):
+        write_report(Findings(measurements), tmp_path / name, "x", keep_queries=True, **parts)
+    files = [file.relative_to(tmp_path / "a") for file in tmp_path.glob("a/**/*.*") if file.is_file()]
+    assert {"index.html", "summary.json", "separation.csv"} <= {file.name for file in files}
+    assert not parts["formats"] or any(file.suffix == ".svg" for file in files)
     for file in files:
         if file.suffix != ".parquet":
-            assert (kept / file).read_bytes() == (tmp_path / "r" / file).read_bytes(), file
+            assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
 
 def test_kept_queries_are_not_lost_by_a_report_without(four, tmp_path):

@@ -13,8 +13,13 @@ from semdiag_models import InputError
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
-def test_a_failure_leaves_the_old_report_and_no_scraps(four, tmp_path, monkeypatch):
-    page, _ = write_report(Findings(four), tmp_path / "r", "old", formats=())
+@pytest.fixture
+def one(model):
+    return model("topk")
+
+
+def test_a_failure_leaves_the_old_report_and_no_scraps(one, tmp_path, monkeypatch):
+    page, _ = write_report(Findings(one), tmp_path / "r", "old", formats=())
     before = page.read_bytes()
 
     def fail(*_, **__):
@@ -22,7 +27,7 @@ def test_a_failure_leaves_the_old_report_and_no_scraps(four, tmp_path, monkeypat
 
     monkeypatch.setattr(report_module, "render_page", fail)
     with pytest.raises(InputError, match="No space left on device"):
-        write_report(Findings(four), tmp_path / "r", "new", formats=())
+        write_report(Findings(one), tmp_path / "r", "new", formats=())
     assert page.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
@@ -32,9 +37,9 @@ def fail_to_exchange(monkeypatch):
     monkeypatch.setattr(folder_module, "exchange", lambda one, other: False)
 
 
-def test_a_failing_swap_puts_the_old_report_back(four, tmp_path, monkeypatch):
+def test_a_failing_swap_puts_the_old_report_back(one, tmp_path, monkeypatch):
     fail_to_exchange(monkeypatch)
-    page, _ = write_report(Findings(four), tmp_path / "r", "old", formats=())
+    page, _ = write_report(Findings(one), tmp_path / "r", "old", formats=())
     rename = Path.rename
 
     def fail(self, target):
@@ -44,7 +49,7 @@ def test_a_failing_swap_puts_the_old_report_back(four, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(InputError, match="Permission denied"):
-        write_report(Findings(four), tmp_path / "r", "new", formats=())
+        write_report(Findings(one), tmp_path / "r", "new", formats=())
     assert "old" in page.read_text(encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
@@ -61,26 +66,26 @@ def test_two_folders_change_places_or_nothing_does(tmp_path):
     assert not list((one if done else other).iterdir())
 
 
-def test_where_the_system_can_no_moment_is_without_a_report(four, tmp_path, monkeypatch):
+def test_where_the_system_can_no_moment_is_without_a_report(one, tmp_path, monkeypatch):
     probes = [tmp_path / name for name in ("a", "b")]
     for probe in probes:
         probe.mkdir()
     if not exchange(*probes):
         pytest.skip("this system or file system cannot exchange two folders")
-    write_report(Findings(four), tmp_path / "r", "old", formats=())
+    write_report(Findings(one), tmp_path / "r", "old", formats=())
     monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail(f"{self} was renamed to {target}"))
-    page, _ = write_report(Findings(four), tmp_path / "r", "new", formats=())
+    page, _ = write_report(Findings(one), tmp_path / "r", "new", formats=())
     assert "new" in page.read_text(encoding="utf-8")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "r"}
 
 
 @pytest.mark.parametrize("can", [True, False], ids=["exchanged", "renamed"])
-def test_a_link_to_a_report_stays_a_link(can, four, tmp_path, monkeypatch):
+def test_a_link_to_a_report_stays_a_link(can, one, tmp_path, monkeypatch):
     if not can:
         fail_to_exchange(monkeypatch)
-    write_report(Findings(four), tmp_path / "there" / "r", "old", formats=())
+    write_report(Findings(one), tmp_path / "there" / "r", "old", formats=())
     (tmp_path / "link").symlink_to(tmp_path / "there" / "r")
-    write_report(Findings(four), tmp_path / "link", "new", formats=())
+    write_report(Findings(one), tmp_path / "link", "new", formats=())
     assert (tmp_path / "link").is_symlink()
     assert "new" in (tmp_path / "there" / "r" / "index.html").read_text(encoding="utf-8")
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["r"]
@@ -88,29 +93,29 @@ def test_a_link_to_a_report_stays_a_link(can, four, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("can", [True, False], ids=["exchanged", "renamed"])
-def test_a_report_replaces_a_report_whole(can, four, tmp_path, monkeypatch):
+def test_a_report_replaces_a_report_whole(can, one, tmp_path, monkeypatch):
     if not can:
         fail_to_exchange(monkeypatch)
-    write_report(Findings(four), tmp_path / "r", "old", formats=["svg"], sections=["learning"])
-    write_report(Findings(four), tmp_path / "r", "new", formats=["png"], sections=["learning"])
+    write_report(Findings(one), tmp_path / "r", "old", formats=["svg"], sections=["learning"])
+    write_report(Findings(one), tmp_path / "r", "new", formats=["png"], sections=["learning"])
     assert not list((tmp_path / "r").rglob("*.svg"))
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
-def test_other_peoples_folders_are_refused(four, tmp_path):
+def test_other_peoples_folders_are_refused(one, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(InputError, match="not empty and not a semdiag report"):
-        write_report(Findings(four), tmp_path, "x")
+        write_report(Findings(one), tmp_path, "x")
     (tmp_path / "summary.json").write_text("[]")
     with pytest.raises(InputError, match="not empty and not a semdiag report"):
-        write_report(Findings(four), tmp_path, "x")
+        write_report(Findings(one), tmp_path, "x")
     with pytest.raises(InputError, match="is a file"):
-        write_report(Findings(four), tmp_path / "thesis.txt", "x")
+        write_report(Findings(one), tmp_path / "thesis.txt", "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "thesis.txt"]
 
 
-def test_an_empty_folder_is_used_and_no_models_are_refused(four, tmp_path):
+def test_an_empty_folder_is_used_and_no_models_are_refused(one, tmp_path):
     (tmp_path / "r").mkdir()
-    assert write_report(Findings(four), tmp_path / "r", "x", formats=())[0] == tmp_path / "r" / "index.html"
+    assert write_report(Findings(one), tmp_path / "r", "x", formats=())[0] == tmp_path / "r" / "index.html"
     with pytest.raises(InputError, match="no model"):
-        write_report(Findings(four.replace(models=four.models.iloc[:0])), tmp_path / "x", "x")
+        write_report(Findings(one.replace(models=one.models.iloc[:0])), tmp_path / "x", "x")

@@ -1,6 +1,5 @@
 import pytest
 
-from semdiag_models import sweep as config
 from semdiag_models.reading import InputError
 from semdiag_models.sweep import SweepError, read_settings, read_sweep
 
@@ -62,23 +61,23 @@ def test_a_list_of_epochs_is_one_value_and_a_list_of_lists_several(read):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("epoch = 3\n", "epoch (line 1): Unknown key 'epoch'. Did you mean 'epochs'?"),
-        ("\nseed = [1, 2]\n", "seed (line 2): a list multiplies the runs, and stands in [grid]."),
-        ("[grid]\n# a comment\nseed = []\n", "grid.seed (line 3): the list is empty."),
-        ('[grid]\nblocks = ["5"]\n', "grid.blocks[0] (line 2): blocks must be int. Got '5'."),
-        ("[grid]\nblocks = 0\n", "grid.blocks (line 2): blocks must lie in [1, 100000]. Got blocks=0."),
-        ("dropout = 1.5\n", "dropout (line 1): dropout must lie in [0, 1). Got dropout=1.5."),
-        ('[grid]\nactivation = ["relu", "gleu"]\n', "grid.activation[1] (line 2): Unknown activation 'gleu'."),
-        ('[[grid]]\n[[grid]]\nnorm = "past"\n', "grid[1].norm (line 3): Unknown norm 'past'."),
-        ('[grid]\ntask = ["evenpairs"]\n', "grid.task[0] (line 2): Unknown task 'evenpairs'."),
-        ('[grid]\nx = [{attention = "topp", k = 3}]\n', "grid.x[0].attention (line 2): Unknown attention 'topp'."),
-        ("[grid]\nk = [{kk = 3}]\n", "grid.k[0].kk (line 2): Unknown key 'kk'."),
-        ("[grid]\nblocks = true\n", "grid.blocks (line 2): blocks must be int. Got True."),
-        ('text = "a.txt"\nvocabulary = "many"\n', "vocabulary (line 2): vocabulary must be int. Got 'many'."),
+        ("epoch = 3\n", "epoch: Unknown key 'epoch'. Did you mean 'epochs'?"),
+        ("\nseed = [1, 2]\n", "seed: a list multiplies the runs, and stands in [grid]."),
+        ("[grid]\n# a comment\nseed = []\n", "grid.seed: the list is empty."),
+        ('[grid]\nblocks = ["5"]\n', "grid.blocks[0]: blocks must be int. Got '5'."),
+        ("[grid]\nblocks = 0\n", "grid.blocks: blocks must lie in [1, 100000]. Got blocks=0."),
+        ("dropout = 1.5\n", "dropout: dropout must lie in [0, 1). Got dropout=1.5."),
+        ('[grid]\nactivation = ["relu", "gleu"]\n', "grid.activation[1]: Unknown activation 'gleu'."),
+        ('[[grid]]\n[[grid]]\nnorm = "past"\n', "grid[1].norm: Unknown norm 'past'."),
+        ('[grid]\ntask = ["evenpairs"]\n', "grid.task[0]: Unknown task 'evenpairs'."),
+        ('[grid]\nx = [{attention = "topp", k = 3}]\n', "grid.x[0].attention: Unknown attention 'topp'."),
+        ("[grid]\nk = [{kk = 3}]\n", "grid.k[0].kk: Unknown key 'kk'."),
+        ("[grid]\nblocks = true\n", "grid.blocks: blocks must be int. Got True."),
+        ('text = "a.txt"\nvocabulary = "many"\n', "vocabulary: vocabulary must be int. Got 'many'."),
         ("grid = 3\n", "grid: must be a table, [grid] or [[grid]]. Got 3."),
         (
             "[grid]\nseed = 3\nx = [{seed = 4}]\n",
-            "grid.x[0].seed (line 3): seed is also set at grid.seed (line 2).",
+            "grid.x[0].seed: seed is also set at grid.seed.",
         ),
     ],
 )
@@ -90,19 +89,19 @@ def test_what_is_wrong_is_told_with_its_place(read, text, problem):
 def test_all_problems_are_found_at_once(read):
     text = 'epoch = 1\nnorm = "no"\n[grid]\ntask = ["parrot"]\nattention = ["fool"]\nwidth = [0]\nheads = [0]\n'
     assert [problem.split(":")[0] for problem in read(text)[1]] == [
-        "epoch (line 1)",
-        "norm (line 2)",
-        "grid.task[0] (line 4)",
-        "grid.attention[0] (line 5)",
-        "grid.width[0] (line 6)",
-        "grid.heads[0] (line 7)",
+        "epoch",
+        "norm",
+        "grid.task[0]",
+        "grid.attention[0]",
+        "grid.width[0]",
+        "grid.heads[0]",
     ]
 
 
 def test_a_file_that_is_not_there_or_no_toml_is_refused(read, tmp_path):
-    with pytest.raises(InputError, match=r"nowhere\.toml does not exist\. Name a TOML file"):
+    with pytest.raises(InputError, match=r"nowhere\.toml does not exist\."):
         read_settings(tmp_path / "nowhere.toml")
-    with pytest.raises(InputError, match=r"cannot be read: .*at line 2"):
+    with pytest.raises(InputError, match=r"cannot be read \(.*at line 2"):
         read("task = 'parity'\nseed = = 3\n")
     with pytest.raises(InputError, match="is a folder"):
         read_settings(tmp_path)
@@ -110,18 +109,6 @@ def test_a_file_that_is_not_there_or_no_toml_is_refused(read, tmp_path):
 
 def test_of_very_many_problems_the_first_are_told(tmp_path):
     (tmp_path / "sweep.toml").write_text("".join(f"key{i} = 1\n" for i in range(1001)))
-    with pytest.raises(
-        SweepError, match=r"has 1001 problems; nothing was run\. key0 \(line 1\): Unknown key"
-    ) as found:
+    with pytest.raises(SweepError, match=r"has 1001 problems; nothing was run\. key0: Unknown key") as found:
         read_sweep(tmp_path / "sweep.toml")
     assert len(found.value.problems) == 1000
-
-
-def test_the_place_of_an_entry_does_not_depend_on_how_many_lines_stand_before(read, monkeypatch):
-    """The text is gone through once: with 1,000 wrong entries, looking anew for each took minutes."""
-    looks = []
-    lines = config._lines_of_keys
-    monkeypatch.setattr(config, "_lines_of_keys", lambda text: looks.append(text) or lines(text))
-    _, problems = read("task = 'parity'\n" + "#\n" * 1000 + "[grid]\nseed = [" + "'x', " * 900 + "]\n")
-    assert problems[-1].startswith("grid.seed[899] (line 1003): seed must be int")
-    assert len(looks) == 1

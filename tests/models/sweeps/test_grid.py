@@ -65,7 +65,7 @@ def test_a_text_stands_beside_the_file(sweep, story, tmp_path):
     assert all(run.training.text.vocabulary == 40 for run in runs)
     assert runs[0].name.startswith("text-story-")
     assert problems(sweep, 'task = "text"\n') == [
-        'task (line 1): The task text needs a file: text = "FILE", beside the sweep\'s own file.'
+        'task: The task text needs a file: text = "FILE", beside the sweep\'s own file.'
     ]
 
 
@@ -75,32 +75,32 @@ def test_a_text_stands_beside_the_file(sweep, story, tmp_path):
         (
             "k = 50\n",
             [
-                "k (line 2): full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh "
+                "k: full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh "
                 "and routing do. Got k=50."
             ],
         ),
         (
             '[grid]\nattention = [{attention = "topk", k = [5, 50]}]\n',
-            ["grid.attention[0].k (line 3): k must be at most the sequence length. Got k=50, length=40."],
+            ["grid.attention[0].k[1]: k must be at most the sequence length. Got k=50, length=40."],
         ),
         (
             '[grid]\nattention = ["banded", "full"]\n',
-            ["grid.attention[0] (line 3): banded attention needs k, the number of keys kept per query."],
+            ["grid.attention[0]: banded attention needs k, the number of keys kept per query."],
         ),
         (
             '[grid]\nattention = [{attention = "topk", k = 50, global_tokens = 3}]\n',
             [
-                "grid.attention[0].attention (line 3), grid.attention[0].global_tokens (line 3): topk attention "
+                "grid.attention[0].attention, grid.attention[0].global_tokens: topk attention "
                 "takes no global_tokens; banded and block do. Got global_tokens=3.",
             ],
         ),
         (
             "longest = 70\n",
-            ["task (line 1), longest (line 2): longest belongs to the task listops. Got task 'even-pairs'."],
+            ["task, longest: longest belongs to the task listops. Got task 'even-pairs'."],
         ),
         (
             'text = "a.txt"\n',
-            ["task (line 1), text (line 2): text belongs to the task text. Got task 'even-pairs'."],
+            ["task, text: text belongs to the task text. Got task 'even-pairs'."],
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_combinations_that_cannot_be_are_told_with_their_places(sweep, text, exp
 
 def test_lengths_without_a_string_are_found_before_anything_runs(sweep):
     assert problems(sweep, '[grid]\ntask = ["parity", "listops"]\nlength = [50]\n') == [
-        "grid.length[0] (line 3): listops needs a length of at least 599. Got length=50."
+        "grid.length[0]: listops needs a length of at least 599. Got length=50."
     ]
 
 
@@ -120,7 +120,7 @@ def test_a_file_without_a_task_is_refused(sweep):
 
 def test_two_lengths_of_one_run_are_refused(sweep):
     (problem,) = problems(sweep, 'task = "parity"\n[grid]\nepochs = [3, 5]\n')
-    assert "grid.epochs[1] (line 3): one run cannot have two of these" in problem
+    assert "grid.epochs[1]: one run cannot have two of these" in problem
 
 
 def test_the_error_is_one_line_with_all_problems(sweep):

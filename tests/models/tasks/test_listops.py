@@ -9,10 +9,10 @@ from scipy.stats import chi2_contingency
 from semdiag_models.config import ListOpsTrees
 from semdiag_models.reading import InputError
 from semdiag_models.tasks import TASKS, listops
-from semdiag_models.tasks.sampling import TreeLaw
+from semdiag_models.tasks.sampling import TreeWriter
 
 TASK = TASKS["listops"]
-LAW = TreeLaw(599, 10, 2, 10)
+LAW = TreeWriter(ListOpsTrees(), np.random.default_rng(0))
 N = 6_000
 MIN, MAX, MED, SM, CLOSER, PAD = range(10, 16)
 
@@ -38,12 +38,12 @@ def depths(tokens):
 
 def test_lengths_have_their_exact_law(samples, assert_law):
     lengths = (samples[0] != PAD).sum(1)
-    law = LAW.length_laws()[1][501:]
+    law = LAW.length_laws[1][501:]
     assert_law(Counter(lengths.tolist()), dict(enumerate(law / law.sum(), start=501)))
 
 
 def test_the_law_of_the_lengths_is_that_measured_on_the_source():
-    law = LAW.length_laws()[1][501:]
+    law = LAW.length_laws[1][501:]
     law /= law.sum()
     lengths = np.arange(501, 600)
     mean = law @ lengths

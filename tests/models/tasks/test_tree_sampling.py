@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency
 
-from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER, PAD, TreeLaw, TreeWriter
+from semdiag_models.config import ListOpsTrees
+from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER, PAD, TreeWriter
 
-SMALL = TreeLaw(longest=20, max_depth=4, min_arity=2, max_arity=10)
+SMALL = ListOpsTrees(shortest=1, longest=20, max_depth=4, min_arity=2, max_arity=10)
 SHORTEST = 10
 
 
@@ -101,7 +102,7 @@ def test_the_sampler_has_the_law_of_rejection_sampling(both, statistic):
 
 def test_a_sampler_of_a_slightly_different_law_would_be_noticed(both):
     naive = Counter(map(shape, both[0]))
-    other = TreeLaw(longest=20, max_depth=4, min_arity=2, max_arity=9)
+    other = ListOpsTrees(shortest=1, longest=20, max_depth=4, min_arity=2, max_arity=9)
     wrong = Counter(map(shape, conditioned_trees(10_000, other, SHORTEST)))
     common = [case for case in naive if naive[case] + wrong[case] >= 20]
     assert chi2_contingency([[naive[case], wrong[case]] for case in common]).pvalue < 1e-5
@@ -110,10 +111,10 @@ def test_a_sampler_of_a_slightly_different_law_would_be_noticed(both):
 @pytest.mark.parametrize(
     "law",
     [
-        TreeLaw(longest=12, max_depth=1, min_arity=2, max_arity=3),
-        TreeLaw(longest=14, max_depth=2, min_arity=2, max_arity=10),
-        TreeLaw(longest=17, max_depth=3, min_arity=2, max_arity=3),
-        TreeLaw(longest=40, max_depth=4, min_arity=1, max_arity=2),
+        ListOpsTrees(shortest=1, longest=12, max_depth=1, min_arity=2, max_arity=3),
+        ListOpsTrees(shortest=1, longest=14, max_depth=2, min_arity=2, max_arity=10),
+        ListOpsTrees(shortest=1, longest=17, max_depth=3, min_arity=2, max_arity=3),
+        ListOpsTrees(shortest=1, longest=40, max_depth=4, min_arity=1, max_arity=2),
     ],
 )
 def test_length_laws_agree_with_enumeration(law):
@@ -123,15 +124,15 @@ def test_length_laws_agree_with_enumeration(law):
 
 
 def test_the_share_of_kept_trees_is_the_measured_one():
-    law = TreeLaw(longest=599, max_depth=10, min_arity=2, max_arity=10).length_laws()[1]
+    law = TreeWriter(ListOpsTrees(), np.random.default_rng(0)).length_laws[1]
     draws = 1_880_316  # of which the source kept 20 000
     share = law[501:].sum()
     assert abs(share - 20_000 / draws) < 4.5 * (share / draws) ** 0.5
 
 
 def test_every_tree_has_the_length_that_was_asked_for():
-    law = TreeLaw(longest=80, max_depth=6, min_arity=2, max_arity=5)
-    possible = np.flatnonzero(law.length_laws()[1])
+    law = ListOpsTrees(shortest=1, longest=80, max_depth=6, min_arity=2, max_arity=5)
+    possible = np.flatnonzero(TreeWriter(law, np.random.default_rng(0)).length_laws[1])
     tokens, _ = TreeWriter(law, np.random.default_rng(0)).write(possible.repeat(20), 90)
     assert tokens.shape == (20 * len(possible), 90)
     assert ((tokens != PAD).sum(1) == possible.repeat(20)).all()

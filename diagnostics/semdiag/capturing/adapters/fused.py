@@ -1,10 +1,9 @@
 """Fused attention beyond torch's own function: flash-attention and flex attention."""
 
 import contextlib
-import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.provenance.score_history import ScoreHistory
-from semdiag.capturing.recording import FORBIDDING, ROOM, SharedChange, full_rows, split_scores, undone
+from semdiag.capturing.attention_call import AttentionCall, described
+from semdiag.capturing.provenance.score_history import FORBIDDING, ROOM, ScoreHistory, full_rows, split_scores
+from semdiag.capturing.recording import SharedChange, replaced, undone
 
 
 class CachedKeys(NamedTuple):
@@ -42,7 +41,7 @@ _LAST = _Last()
 def watched_caches() -> Iterator[None]:
     """Record, in the context, the number of tokens before the first key whenever a cache returns keys."""
     if hasattr(_cache(), "update"):
-        with _PATCHED.held():
+        with undone(forget_last), _PATCHED.held():
             yield
     else:  # transformers is not imported
         yield
@@ -70,25 +69,16 @@ def _cache() -> Any:
     return getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
 
 
-@contextlib.contextmanager
-def _patched() -> Iterator[None]:
-    cache = _cache()
-    original = cache.update
-
-    def update(
-        self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = original(self, key_states, value_states, layer_idx, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            _note(self, layer_idx, key_states, result)
-        return result
-
-    with undone(lambda: setattr(cache, "update", original), forget_last):
-        cache.update = update
-        yield
+def _updated(
+    original: Any, cache: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(cache, key_states, value_states, layer_idx, *args, **kwargs)
+    if not torch.compiler.is_compiling():
+        _note(cache, layer_idx, key_states, result)
+    return result
 
 
-_PATCHED = SharedChange(_patched)
+_PATCHED = SharedChange(lambda: replaced(_cache(), "update", _updated))
 
 
 def _note(cache: Any, layer_idx: int, given: Tensor, result: Any) -> None:
@@ -142,43 +132,17 @@ class InterfaceCall:
         full = isinstance(window, int) and queries < keys and keys >= window + queries - 1
         return before if before is not None or full else 0
 
-    def attention(
-        self,
-        mixed: Tensor,
-        allowed: Tensor | None,
-        *,
-        causal: bool,
-        first_query: int,
-        keys_before: int | None = 0,
-        queries: Tensor | None = None,
-        bias: Tensor | None = None,
-        sinks: Tensor | None = None,
-        forbidding: float | None = None,
-    ) -> AttentionCall:
+    def attention(self, mixed: Tensor, allowed: Tensor | None, **others: Any) -> AttentionCall:
         """Return the attention; layer and occurrence are unknown here."""
-        scale, given = self.options.get("scaling"), self.options.get("s_aux")
-        sinks = sinks if given is None else given
-        return AttentionCall(
-            module=self.name,
-            layer=0,
-            q=self.q.detach(),
-            k=self.k.detach(),
-            v=self.v.detach(),
-            scale=1 / math.sqrt(max(1, self.q.shape[3])) if scale is None else float(scale),
-            allowed=allowed,
-            queries=queries,
-            selected=None,
-            mixed=mixed.detach().transpose(1, 2),
-            bias=bias,
-            softcap=self.options.get("softcap"),
-            sinks=None if sinks is None else sinks.detach().flatten(),
-            causal=causal,
-            first_query=first_query,
-            keys_before=keys_before or 0,
-            mechanism=MECHANISM,
-            dropout=float(self.options.get("dropout") or 0.0),
-            forbidding=forbidding,
-        )
+        options = self.options
+        sinks = others.pop("sinks", None)
+        sinks = sinks if options.get("s_aux") is None else options["s_aux"]
+        sinks = None if sinks is None else sinks.detach().flatten()
+        return described(
+            self.q, self.k, self.v, mixed.transpose(1, 2), scale=options.get("scaling"), module=self.name,
+            allowed=allowed, softcap=options.get("softcap"), sinks=sinks,
+            mechanism=MECHANISM, dropout=float(options.get("dropout") or 0.0), **others,
+        )  # fmt: skip
 
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # read if all are given
@@ -223,7 +187,7 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         queries=queries,
         causal=by_rule,
         first_query=max(0, k_length - q_length) if causal else 0,
-        keys_before=before if causal else 0,
+        keys_before=(before if causal else 0) or 0,
     )
 
 
@@ -288,15 +252,6 @@ def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: b
     return seen[:, None]
 
 
-def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False) -> AttentionCall:
-    """Return a call with fully masked rows as they act: a constant swallows the scores; all keys weigh equally."""
-    if full is None or call.sinks is not None:
-        return call
-    swallowed = not (fused and call.q.dtype == torch.float16)
-    q = call.q.masked_fill(full.any(-1, keepdim=True), 0) if swallowed else call.q
-    return replace(call, q=q, fully_masked=full)
-
-
 def with_full_rows_read(
     history: ScoreHistory, scores: Tensor
 ) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
@@ -333,33 +288,21 @@ def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> A
     q, k, v = (given[name].detach() for name in _ARGUMENTS[:3])
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
     blocks, score, buffers = given["block_mask"], given["score_mod"], given.get("score_mod_other_buffers", ())
-    call = AttentionCall(
-        module="",
-        layer=0,
-        q=q,
-        k=k,
-        v=v,
-        scale=float(given["scale"]),
-        allowed=None,
-        queries=None,
-        selected=None,
-        mixed=mixed.detach(),
-        mechanism=FLEX_MECHANISM,
-    )
     with torch.no_grad(), _disable_current_modes(), torch.autocast(q.device.type, enabled=False):
         shape = (*blocks[2].shape[:2], q.shape[2], k.shape[2])
         allowed = mask_of(blocks[-1], shape, q.device, given.get("mask_mod_other_buffers", ()))
-        if getattr(score, "__name__", "") == "_identity":
-            return AttentionCall(**{**vars(call), "allowed": allowed})
-        scores = call.scores(torch.float64 if q.dtype == torch.float64 else torch.float32)
-        modified = _over_all(score, (0,), buffers)(scores, *_places(scores.shape, q.device), *buffers)
-        modified = modified if allowed is None else modified.masked_fill(~allowed, -torch.inf)
-        full = full_rows(modified)
-        allowed, modified, forbidding = split_scores(modified)
-        bias = modified - scores
-        bias = bias if allowed is None else bias.masked_fill(~allowed, 0.0)
-        call = AttentionCall(**{**vars(call), "allowed": allowed, "bias": bias, "forbidding": forbidding})
-        return swallowing(call, full)
+        masks: dict[str, Any] = {"allowed": allowed}
+        if getattr(score, "__name__", "") != "_identity":
+            call = described(q, k, v, mixed, scale=given["scale"])
+            scores = call.scores(torch.float64 if q.dtype == torch.float64 else torch.float32)
+            modified = _over_all(score, scores.shape, q.device, buffers, scores)
+            modified = modified if allowed is None else modified.masked_fill(~allowed, -torch.inf)
+            full = full_rows(modified)
+            allowed, modified, forbidding = split_scores(modified)
+            bias = modified - scores
+            bias = bias if allowed is None else bias.masked_fill(~allowed, 0.0)
+            masks = {"allowed": allowed, "bias": bias, "forbidding": forbidding, "full": full}
+        return described(q, k, v, mixed, scale=given["scale"], mechanism=FLEX_MECHANISM, **masks)
 
 
 def mask_of(
@@ -367,25 +310,19 @@ def mask_of(
 ) -> Tensor | None:
     """Evaluate a mask function at all positions."""
     with torch.no_grad():
-        allowed = _over_all(mask, (), buffers)(*_places(shape, device), *buffers).expand(shape)
+        allowed = _over_all(mask, shape, device, buffers).expand(shape)
         return None if bool(allowed.all()) else allowed
 
 
-def _places(shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    return [torch.arange(length, device=device) for length in shape]
-
-
 def _over_all(
-    function: Callable[..., Tensor], first: tuple[int, ...], buffers: tuple[Any, ...]
-) -> Callable[..., Tensor]:
-    """Return a function of scalars vectorised over all axes, as torch evaluates it uncompiled."""
+    function: Any, shape: Sequence[int], device: torch.device, buffers: tuple[Any, ...], *first: Tensor
+) -> Tensor:
+    """Evaluate a function of scalars at all positions, as torch does uncompiled."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     for axes in _AXES:
-        function = torch.vmap(function, in_dims=(*first, *axes, *(None,) * len(buffers)))
-
-    def evaluated(*args: Any) -> Tensor:
-        with TransformGetItemToIndex():  # functions may index tables by position
-            return function(*args)
-
-    return evaluated
+        function = torch.vmap(function, in_dims=(*[0] * len(first), *axes, *(None,) * len(buffers)))
+    with TransformGetItemToIndex():  # functions may index tables by position
+        places = [torch.arange(length, device=device) for length in shape]
+        evaluated: Tensor = function(*first, *places, *buffers)
+        return evaluated

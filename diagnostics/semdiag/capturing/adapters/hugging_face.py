@@ -12,17 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.adapters.fused import (
-    InterfaceCall,
-    NotFollowedError,
-    flash_call,
-    mask_of,
-    swallowing,
-    watched_caches,
-)
-from semdiag.capturing.attention_call import AttentionCall, four_axes
-from semdiag.capturing.audit import Remark
+from semdiag.capturing.adapters.fused import InterfaceCall, NotFollowedError, flash_call, mask_of, watched_caches
+from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import allowed_keys, counted
+from semdiag.capturing.provenance.score_history import split_mask
 from semdiag.capturing.recording import (
     Mixed,
     Recorder,
@@ -30,7 +23,7 @@ from semdiag.capturing.recording import (
     is_plain,
     not_plain,
     outside_all_modes,
-    split_mask,
+    replaced,
     undone,
 )
 
@@ -50,11 +43,6 @@ def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
     votes = torch.bincount(place, minlength=keys - queries + 1)
     best = (votes == votes.max()).nonzero().flatten()
     return last if last in best else int(best[-1])
-
-
-def others_behind(allowed: Tensor | None, end: int, keys: int) -> bool:
-    """Return whether queries attend to keys after their tokens', which a cache's unused room does not allow."""
-    return end < keys and (allowed is None or bool(allowed[..., end:].any()))
 
 
 # Implementations with masks that are functions, or tensors over queries and keys.
@@ -98,23 +86,14 @@ def _interface() -> Any:
     return getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
 
 
-@contextlib.contextmanager
-def _patched() -> Iterator[None]:
-    interface = _interface()
-    original = interface.get_interface
-
-    def get_interface(self: object, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        attend: Callable[..., Any] = original(self, implementation, default)
-        for recorder in tuple(_RECORDERS):
-            attend = _recorded(recorder, implementation, attend)
-        return attend
-
-    with undone(lambda: setattr(interface, "get_interface", original)):
-        interface.get_interface = get_interface
-        yield
+def _looked_up(original: Any, interface: object, implementation: str, default: Callable[..., Any]) -> Any:
+    attend = original(interface, implementation, default)
+    for recorder in tuple(_RECORDERS):
+        attend = _recorded(recorder, implementation, attend)
+    return attend
 
 
-_PATCHED = SharedChange(_patched)
+_PATCHED = SharedChange(lambda: replaced(_interface(), "get_interface", _looked_up))
 
 
 def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +107,9 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         given = InterfaceCall(name, module, implementation, query, key, value, options)
         full: AttentionCall | None = None
         kept: Tensor | Mixed | None = None
-        if recorder.masking and _maskable(given):
+        old = options.get("attention_mask")
+        plain = is_plain(query) and (old is None or (isinstance(old, Tensor) and old.ndim == 4))
+        if recorder.masking and implementation in ("eager", "sdpa") and plain and _sinks_known(given):
             full = _call(given, query.transpose(1, 2))
             learned = any(isinstance(x, Tensor) and x.requires_grad for x in options.values())  # a position bias
             alone = attend is _torch_attention() and not learned
@@ -144,10 +125,13 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
                 output = attend(module, query, key, value, *args, **kwargs)
         try:
             with outside_all_modes(query.device.type):
-                if full is not None and kept is not None and _ignored(full, kept, *output[:2]):
-                    recorder.skip(implementation, IGNORED, name)
-                else:
-                    _record(recorder, given, output[0], full if kept is None else _kept_alone(full, kept))
+                if full is not None and kept is not None:
+                    if _ignored(full, kept, *output[:2]):
+                        recorder.skip(implementation, IGNORED, name)
+                        return output
+                    allowed = kept if full.allowed is None else kept & full.allowed
+                    full = replace(full, allowed=allowed, causal=False)  # a query without any key keeps none
+                _record(recorder, given, output[0], full)
         except Exception as error:
             recorder.failed(implementation, error, name)
         return output
@@ -158,13 +142,6 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
 def _torch_attention() -> Any:
     """Return transformers' function on torch's own; one that another recorder or a user put there is another."""
     return getattr(sys.modules.get("transformers.integrations.sdpa_attention"), "sdpa_attention_forward", None)
-
-
-def _maskable(given: InterfaceCall) -> bool:
-    """Return whether the recorder's mask can be combined with the call's."""
-    mask = given.options.get("attention_mask")
-    plain = mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)
-    return given.implementation in ("eager", "sdpa") and is_plain(given.q) and plain and _sinks_known(given)
 
 
 def _sinks_known(given: InterfaceCall) -> bool:
@@ -179,7 +156,7 @@ def _sinks_known(given: InterfaceCall) -> bool:
 
 def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
     """Return the options that keep only some keys, (B, H, Lq, Lk) bool."""
-    mask = _mask(given)
+    mask, _ = _mask(given)
     kept = kept[:, :1] if kept.stride(1) == 0 else kept  # heads with the same keys need one mask
     if mask is None and given.implementation == "eager":  # eager attention adds the mask to the scores
         mask = given.q.new_zeros(())
@@ -215,23 +192,11 @@ def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor 
     return bool(far[0] < far[1] / 4)
 
 
-def _mask(given: InterfaceCall) -> Any:
-    """Return the mask as the implementation uses it: eager attention adds a bool mask to the scores as 0 and 1."""
+def _mask(given: InterfaceCall) -> tuple[Any, bool]:
+    """Return the mask as it is used, and whether eager attention adds bools to the scores as 0 and 1."""
     mask: Any = given.options.get("attention_mask")
-    return mask.to(given.q.dtype) if _adds_bools(given) else mask
-
-
-def _adds_bools(given: InterfaceCall) -> bool:
-    mask = given.options.get("attention_mask")
-    return given.implementation == "eager" and isinstance(mask, Tensor) and mask.dtype == torch.bool
-
-
-def _kept_alone(full: AttentionCall | None, kept: Tensor) -> AttentionCall | None:
-    """Return the attention with only the keys that a mask keeps; a query without any key keeps none."""
-    if full is None:
-        return None
-    allowed = kept if full.allowed is None else kept & full.allowed
-    return replace(full, allowed=allowed, causal=False)
+    adds = given.implementation == "eager" and isinstance(mask, Tensor) and mask.dtype == torch.bool
+    return (mask.to(given.q.dtype) if adds else mask), adds
 
 
 def _record(recorder: Recorder, given: InterfaceCall, output: Tensor, known: AttentionCall | None = None) -> None:
@@ -264,8 +229,8 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor, known: Att
                 call = replace(known, mixed=output.detach().transpose(1, 2))
             recorder.record(call)
             _note_place(recorder, given, call, given.causal(implementation == "sdpa"))
-            if _adds_bools(given):
-                recorder.audit.remarks[Remark(name, _ADDED)] += 1
+            if _mask(given)[1]:
+                recorder.remark(_ADDED, name)
         else:
             recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
 
@@ -273,15 +238,17 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor, known: Att
 def _note_place(recorder: Recorder, given: InterfaceCall, call: AttentionCall, causal: bool) -> None:
     places = call.first_query, call.first_query + call.q.shape[2]
     if causal and places[0] and given.keys_before is None:
-        recorder.audit.remarks[Remark(given.name, _NO_PLACE)] += 1
+        recorder.remark(_NO_PLACE, given.name)
     by_place = causal and not call.causal
-    if (by_place or given.more_keys) and others_behind(call.allowed, places[1], call.k.shape[2]):
-        recorder.audit.remarks[Remark(given.name, _OTHERS)] += 1
+    # Queries attend to keys after their tokens', which a cache's unused room does not allow.
+    behind = places[1] < call.k.shape[2] and (by_place or given.more_keys)
+    if behind and (call.allowed is None or bool(call.allowed[..., places[1] :].any())):
+        recorder.remark(_OTHERS, given.name)
 
 
 def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     implementation, options = given.implementation, given.options
-    mask, bias = _mask(given), options.get("position_bias")
+    (mask, _), bias = _mask(given), options.get("position_bias")
     q_length, k_length = given.q.shape[2], given.k.shape[2]
     causal = given.causal(implementation == "sdpa")
     allowed, forbidding, full = None, None, None
@@ -300,17 +267,11 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     cached = given.cached
     behind = cached is not None and cached.new == q_length < cached.keys  # behind a prefix, whatever they see
     from_cache = not by_rule and (causal or given.more_keys or behind)
-    call = given.attention(
-        output,
-        allowed,
-        bias=None if bias is None else four_axes(bias.detach()),
-        sinks=sinks,
-        causal=by_rule,
-        first_query=_first_query(given, allowed) if from_cache else 0,
-        keys_before=given.keys_before if from_cache else 0,
-        forbidding=forbidding,
-    )
-    return swallowing(call, full, fused=implementation == "sdpa")
+    return given.attention(
+        output, allowed, bias=bias, sinks=sinks, causal=by_rule, forbidding=forbidding, full=full,
+        first_query=_first_query(given, allowed) if from_cache else 0, fused=implementation == "sdpa",
+        keys_before=(given.keys_before if from_cache else 0) or 0,
+    )  # fmt: skip
 
 
 def _first_query(given: InterfaceCall, allowed: Tensor | None) -> int:
@@ -368,18 +329,17 @@ def _is_plain(kind: Any) -> bool:
         return True
     if not _is_of_library(kind):
         return False
-    named = [base for base in kind.__mro__ if _is_of_library(base) and base.__module__.split(".")[1] not in _BASES]
-    return all(_makes_none(base) for base in named)
-
-
-def _makes_none(kind: type) -> bool:
-    """Return whether neither a class nor the functions of its file name what attention is made of."""
-    try:
-        classes, functions = _sources(kind.__module__)
-    except (OSError, TypeError, SyntaxError):
-        return False
-    rotary = kind.__name__.endswith("RotaryEmbedding")  # angles are products of positions and frequencies
-    return kind.__name__ in classes and not functions and (rotary or not classes[kind.__name__])
+    for base in kind.__mro__:
+        if not _is_of_library(base) or base.__module__.split(".")[1] in _BASES:
+            continue
+        try:
+            classes, functions = _sources(base.__module__)
+        except (OSError, TypeError, SyntaxError):
+            return False
+        rotary = base.__name__.endswith("RotaryEmbedding")  # angles are products of positions and frequencies
+        if functions or (classes.get(base.__name__, True) and not (rotary and base.__name__ in classes)):
+            return False
+    return True
 
 
 @lru_cache(maxsize=256)
@@ -393,8 +353,5 @@ def _sources(name: str) -> tuple[dict[str, bool], bool]:
 
 
 def _names_any(node: ast.AST) -> bool:
-    for each in ast.walk(node):
-        named = getattr(each, "id", None) or getattr(each, "attr", None)
-        if isinstance(getattr(each, "op", None), ast.MatMult) or named in _MARKS:
-            return True
-    return False
+    names = ((each, getattr(each, "id", None) or getattr(each, "attr", None)) for each in ast.walk(node))
+    return any(isinstance(getattr(each, "op", None), ast.MatMult) or name in _MARKS for each, name in names)

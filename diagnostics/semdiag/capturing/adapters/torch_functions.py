@@ -15,13 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing.adapters import fused as flex
-from semdiag.capturing.adapters.fused import flex_call, swallowing
-from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
-from semdiag.capturing.audit import Remark
+from semdiag.capturing.adapters.fused import flex_call
+from semdiag.capturing.attention_call import AttentionCall, described
 from semdiag.capturing.call_strips import allowed_keys
 from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
-from semdiag.capturing.provenance.tags import read_leading
+from semdiag.capturing.provenance.weighted_values import SDPA, sdpa_call
 from semdiag.capturing.recording import (
     Mixed,
     Recorder,
@@ -30,7 +29,6 @@ from semdiag.capturing.recording import (
     modes_here,
     not_plain,
     outside_all_modes,
-    split_mask,
     take_off,
     undone,
 )
@@ -45,27 +43,13 @@ class FunctionWatch(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder, below: OperationWatch) -> None:
         super().__init__()
-        self._recorder, self._below = recorder, below
-        self._provenance = SoftmaxProvenance(below.writes, below.product)
+        self.recorder, self._below = recorder, below
+        self._provenance = SoftmaxProvenance(below.tags.writes, below.tags.scores)
         looks = self._scaled_dot_product, self._multi_head, self._flex
         self._special = dict(zip(_SPECIAL, looks, strict=True))
 
-    @property
-    def masking(self) -> bool:
-        """Whether this watch applies a mask."""
-        return self._recorder.masking
-
-    @property
-    def over(self) -> bool:
-        """Whether the context of this watch has been left."""
-        return self._recorder.closed
-
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the function, and record its attention."""
         kwargs = kwargs or {}
@@ -74,33 +58,38 @@ class FunctionWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             register_mode(func, OperationWatch)
-        if self._recorder.in_function or not self._recorder.listening:
+        if self.recorder.in_function or not self.recorder.listening:
             return func(*args, **kwargs)
         special = self._special.get(name)
         if special is not None:
-            return special(func, types, args, kwargs)
+            return special(func, args, kwargs)
         if isinstance(func, HigherOrderOperator):
-            return self._higher_order(func, args, kwargs)
+            run = run_as_written(func, args, kwargs, OperationWatch)
+            if run is None:
+                return func(*args, **kwargs)
+            with self:
+                return run()
         if name not in _WATCHED:
             return func(*args, **kwargs)
         if name in _SOFTMAX:
             masked = False
-            if self._recorder.masking:
-                args, kwargs, masked = self._provenance.masked(self._recorder, args, kwargs)
-            self._below.offer(self._provenance.history(args[0] if args else kwargs["input"]), masked)
+            if self.recorder.masking:
+                args, kwargs, masked = self._provenance.masked(self.recorder, args, kwargs)
+            offered = self._provenance.history(args[0] if args else kwargs["input"])
+            self._below.softmaxes.offered, self._below.softmaxes.masked = offered, masked
         self._provenance.before(args, kwargs)
-        self._recorder.in_function = True
+        self.recorder.in_function = True
         try:
             result = func(*args, **kwargs)
         finally:
-            self._recorder.in_function = False
-            self._below.offer(None)
+            self.recorder.in_function = False
+            self._below.softmaxes.offered, self._below.softmaxes.masked = None, False
         if name not in _SOFTMAX:
             try:
                 self._provenance.follow(name, args, kwargs, result)
             except Exception as error:
                 self._provenance.close()  # its tags may be out of date
-                self._recorder.failed(name, error)
+                self.recorder.failed(name, error)
         return result
 
     def __exit__(self, *exception: Any) -> None:
@@ -108,77 +97,62 @@ class FunctionWatch(TorchFunctionMode):
         self._provenance.close()
         take_off(self)
 
-    def _scaled_dot_product(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        given = dict(zip(_SDPA, args, strict=False)) | kwargs
+    def _scaled_dot_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(SDPA, args, strict=False)) | kwargs
         masked: dict[str, Any] | Mixed = {}
-        if self._recorder.masking and all(is_plain(given[name]) for name in _SDPA[:3]):
-            watched = any(
-                isinstance(mode, FunctionWatch | OperationWatch)
-                for mode in modes_here()
-                if mode not in (self, self._below)
-            )
-            masked = _masked(self._recorder, given, replaceable=not watched)
+        if self.recorder.masking and all(is_plain(given[name]) for name in SDPA[:3]):
+            others = (mode for mode in modes_here() if mode not in (self, self._below))
+            watched = any(isinstance(mode, FunctionWatch | OperationWatch) for mode in others)
+            masked = _masked(self.recorder, given, replaceable=not watched)
             given |= {} if isinstance(masked, Mixed) else masked
-            args, kwargs = (
-                tuple(given[name] for name in _SDPA[:3]),
-                {n: x for n, x in given.items() if n not in _SDPA[:3]},
-            )
+            args = tuple(given[name] for name in SDPA[:3])
+            kwargs = {name: value for name, value in given.items() if name not in SDPA[:3]}
         if isinstance(masked, Mixed):
             mixed = masked.output
         else:
-            with self._recorder.covering():
+            with self.recorder.covering():
                 mixed = func(*args, **kwargs)
         try:
             if not is_plain(mixed):
-                self._recorder.skip(MECHANISM, not_plain(mixed))
+                self.recorder.skip(MECHANISM, not_plain(mixed))
                 return mixed
             with outside_all_modes(mixed.device.type):
-                call, _, remark = _sdpa_call(given, mixed, self._recorder)
-                self._recorder.record(call)
+                call, _, remark = sdpa_call(given, mixed, self.recorder.heads, self.recorder.shapes)
+                self.recorder.record(call)
                 if remark is not None:
-                    self._recorder.audit.remarks[Remark(self._recorder.module, remark)] += 1
-                self._below.mark_output(mixed)
+                    self.recorder.remark(remark)
+                self._below.merged.mark_output(mixed)
         except Exception as error:
-            self._recorder.failed(MECHANISM, error)
+            self.recorder.failed(MECHANISM, error)
         return mixed
 
-    def _multi_head(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
-        outer = self._recorder.heads
-        self._recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
+        outer = self.recorder.heads
+        self.recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
         try:
             with self:
                 return _not_overridden(func)(*args, **kwargs)
         finally:
-            self._recorder.heads = outer
+            self.recorder.heads = outer
 
-    def _higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = run_as_written(func, args, kwargs, OperationWatch)
-        if run is None:
-            return func(*args, **kwargs)
-        with self:
-            return run()
-
-    def _flex(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._recorder.covering():
+    def _flex(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.recorder.covering():
             output = func(*args, **kwargs)
             try:
                 call = flex_call(args, kwargs, output[0]) if is_plain(args[0]) else None
             except Exception as error:
-                self._recorder.failed(flex.FLEX_MECHANISM, error)
+                self.recorder.failed(flex.FLEX_MECHANISM, error)
                 return output
         if call is None:
-            self._recorder.skip(flex.FLEX_MECHANISM, not_plain(args[0]))
+            self.recorder.skip(flex.FLEX_MECHANISM, not_plain(args[0]))
         else:
-            self._recorder.record(call)
-            self._below.mark_output(*output[:2])
+            self.recorder.record(call)
+            self._below.merged.mark_output(*output[:2])
         return output
 
 
 _SOFTMAX = ("softmax", "_softmax", "special_softmax")
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SPECIAL = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
 _WATCHED = frozenset((*_SOFTMAX, *_SPECIAL, *FOLLOWED))
 
@@ -193,10 +167,10 @@ def _not_overridden(func: FunctionType) -> FunctionType:
 
 def _masked(recorder: Recorder, given: dict[str, Any], replaceable: bool) -> dict[str, Any] | Mixed:
     """Return the arguments that change under the recorder's mask, or the output where it replaces the function."""
-    q, k, v = (given[name] for name in _SDPA[:3])
+    q, k, v = (given[name] for name in SDPA[:3])
     shared = ((*x.shape[:-3], 1) if given.get("enable_gqa") else x.shape[:-2] for x in (k, v))
     lead: torch.Size = torch.broadcast_shapes(q.shape[:-2], *shared)  # type: ignore[no-untyped-call]
-    call, order, _ = _sdpa_call(given, q.expand(*lead, *q.shape[-2:]), recorder)
+    call, order, _ = sdpa_call(given, q.expand(*lead, *q.shape[-2:]), recorder.heads, recorder.shapes)
     mask = given.get("attn_mask")
     replaceable = replaceable and q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == v.shape[:2]
     replaceable = replaceable and q.shape[:2] == call.q.shape[:2] and k.shape[:2] == call.k.shape[:2]
@@ -206,75 +180,9 @@ def _masked(recorder: Recorder, given: dict[str, Any], replaceable: bool) -> dic
         return {} if kept is None else kept
     kept = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:])
     kept = kept.permute(*(order.index(d) for d in range(len(order))), -2, -1)
-    if mask is None or not is_plain(mask):  # a causal rule already limits the kept keys
-        combined = kept
-    else:
-        combined = (
-            kept & mask if mask.dtype == torch.bool else mask.expand(kept.shape).masked_fill(~kept, -math.inf)
-        )
-    return {"attn_mask": combined, "is_causal": False}
-
-
-def _sdpa_call(
-    given: dict[str, Any], mixed: Tensor, recorder: Recorder
-) -> tuple[AttentionCall, tuple[int, ...], str | None]:
-    """Return the call; the order of its axes before the queries; a remark on them, or None."""
-    heads = recorder.heads
-    q, k, v = (given[name].detach() for name in _SDPA[:3])
-    mask, causal, first = given.get("attn_mask"), bool(given.get("is_causal")), 0
-    biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
-    if biases is not None and isinstance(mask, biases.CausalBias):
-        causal = True
-        first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
-        mask = None
-    allowed, bias, forbidding, full = (None,) * 4 if mask is None else split_mask(mask)
-    mixed, scale = mixed.detach(), given.get("scale")
-    order, remark = tuple(range(mixed.ndim - 2)), None
-    if given.get("enable_gqa"):
-        k, v = _as_many_heads(k, v)
-        samples = mixed.shape[:-3] or (1,)  # the first of three axes is the heads'
-        q, k, v, mixed = (x.expand(*samples, *x.shape[-3:]) for x in (q, k, v, mixed))
-    else:
-        q, k, v = (x.expand(*mixed.shape[:-2], *x.shape[-2:]) for x in (q, k, v))
-    lead = mixed.shape[:-2]
-    if len(lead) > 2 and not given.get("enable_gqa"):  # (B, H, windows, L, D) or (B, windows, H, L, D)
-        order, remark = read_leading(q, k.shape[-2], recorder.shapes)
-
-        def read(x: Tensor) -> Tensor:
-            return x.permute(*order, -2, -1)
-
-        q, k, v, mixed = map(read, (q, k, v, mixed))
-        allowed, bias, full = (
-            x if x is None or x.ndim <= 2 else read(x.expand(*lead, *x.shape[-2:])) for x in (allowed, bias, full)
-        )
-        lead = mixed.shape[:-2]
-    call = AttentionCall(
-        module="",
-        layer=0,
-        q=four_axes(q, heads),
-        k=four_axes(k, heads),
-        v=four_axes(v, heads),
-        scale=1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale),
-        allowed=None if allowed is None else mask_axes(allowed, lead, heads),
-        queries=None,
-        selected=None,
-        mixed=four_axes(mixed, heads),
-        bias=None if bias is None else mask_axes(bias, lead, heads),
-        causal=causal,
-        first_query=first,
-        mechanism=MECHANISM,
-        dropout=float(given.get("dropout_p") or 0.0),
-        forbidding=forbidding,
-    )
-    full = None if full is None else mask_axes(full, lead, heads)
-    return swallowing(call, full, fused=True), order, remark
-
-
-def _as_many_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values (…, H, L, D), each shared by groups of heads, to a common number of heads."""
-    heads = math.lcm(k.shape[-3], v.shape[-3])
-    k, v = (x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v))
-    return k, v
+    if is_plain(mask):  # else a causal rule already limits the kept keys
+        kept = kept & mask if mask.dtype == torch.bool else mask.expand(kept.shape).masked_fill(~kept, -math.inf)
+    return {"attn_mask": kept, "is_causal": False}
 
 
 CORE_MECHANISM = "hook"
@@ -305,20 +213,11 @@ def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed:
         apart = torch.ones(1, 1, length, length, dtype=torch.bool, device=cast(Tensor, q).device)
         apart[..., 1:, 0] = False
         allowed = apart if allowed is None else allowed & apart
-    return AttentionCall(
-        module=name,
-        layer=0,
-        q=cast(Tensor, q).detach(),
-        k=cast(Tensor, k).detach(),
-        v=cast(Tensor, v).detach(),
-        scale=cast(float, scale),
-        allowed=allowed,
-        queries=queries,
+    return described(
+        cast(Tensor, q), cast(Tensor, k), cast(Tensor, v), mixed, scale=cast(float, scale), module=name,
+        allowed=allowed, queries=queries, mechanism=CORE_MECHANISM, dropout=core.p if core.training else 0.0,
         selected=_ragged(core, selected, queries) if isinstance(selected, Tensor) else None,
-        mixed=mixed.detach(),
-        mechanism=CORE_MECHANISM,
-        dropout=core.p if core.training else 0.0,
-    )
+    )  # fmt: skip
 
 
 def masked_inputs(
@@ -327,14 +226,12 @@ def masked_inputs(
     """Return a core's inputs with only the keys selected that the recorder's mask keeps; None if unchanged."""
     call = core_call("", core, inputs, cast(Tensor, inputs[2]))
     kept = recorder.kept(call)
-    return None if kept is None else (*inputs[:5], key_positions(kept & allowed_keys(call.part())))
-
-
-def key_positions(kept: Tensor) -> Tensor:
-    """Return the positions of kept keys, -1 for none: (B, H, L, L) bool -> (B, H, L, K) int64."""
+    if kept is None:
+        return None
+    kept = kept & allowed_keys(call.part())
     first, places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
     most = int(kept.sum(-1).max())
-    return places[..., :most].masked_fill(first[..., :most] == 0, -1)
+    return *inputs[:5], places[..., :most].masked_fill(first[..., :most] == 0, -1)
 
 
 def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tensor:

@@ -22,16 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, float_outputs, propagate
 from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS, MergedBlocks, Softmaxes
-from semdiag.capturing.provenance.tags import History, Scores, Tags, tensors
+from semdiag.capturing.provenance.tags import Tags, tensors
 from semdiag.capturing.provenance.weighted_values import fused_call
-from semdiag.capturing.recording import (
-    NOTHING,
-    Recorder,
-    in_backward,
-    is_plain,
-    outside_all_modes,
-    take_off_dispatch,
-)
+from semdiag.capturing.recording import NOTHING, Recorder, in_backward, is_plain, outside_all_modes, take_off
 
 MODES_SUPPORTED = hasattr(TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
 MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
@@ -83,14 +76,10 @@ def register_mode(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) 
         operator.py_impl(mode)(rule)
 
 
-def has_known_bodies(func: object) -> bool:
-    """Return whether this is a higher-order operator whose arguments contain its bodies as functions."""
-    return isinstance(func, HigherOrderOperator) and func.__name__ in (*_OPEN, *_CLOSED)
-
-
 def under_modes(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
     """Wrap the functions among a higher-order operator's arguments so that they run under ``modes``."""
-    return tree_map(lambda x: _under(x, modes) if _is_body(x) else x, arguments)
+    no_body = Tensor | OpOverload | type
+    return tree_map(lambda x: _under(x, modes) if callable(x) and not isinstance(x, no_body) else x, arguments)
 
 
 @cache
@@ -111,21 +100,15 @@ def _runs_once_more() -> bool:
 
 def _first_unseen(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return a body whose first run is hidden from all modes."""
-    runs = 0
+    runs = iter([False])  # whether a run is seen
 
     def run(*args: Any) -> Any:
-        nonlocal runs
-        runs += 1
-        if runs > 1:
+        if next(runs, True):
             return body(*args)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return body(*args)
 
     return run
-
-
-def _is_body(x: object) -> bool:
-    return callable(x) and not isinstance(x, Tensor | OpOverload | type)
 
 
 def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Callable[..., Any]:
@@ -141,23 +124,6 @@ def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Call
     if getattr(body, "_boxed_call", False):  # takes its operands as a list
         run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def may_hide(
-    func: HigherOrderOperator, arguments: Any, fixed: Callable[[Tensor], bool], looked_for: Callable[[Any], bool]
-) -> bool:
-    """Return whether a higher-order operator whose bodies were not seen may compute attention."""
-    if func.__name__ in _HARMLESS:
-        return False
-    leaves = tree_leaves(arguments)
-    operators = [x for x in leaves if isinstance(x, OpOverload)]
-    if operators and not any(map(looked_for, operators)):
-        return False
-    return _takes_inputs(leaves, fixed)
-
-
-def _takes_inputs(leaves: Iterable[object], fixed: Callable[[Tensor], bool]) -> bool:
-    return any(isinstance(x, Tensor) and is_plain(x) and x.is_floating_point() and not fixed(x) for x in leaves)
 
 
 MAY_BE_ATTENTION = "a custom operator, which may be attention: it cannot be inspected"
@@ -181,24 +147,13 @@ def names_attention(schema: Any) -> bool:
     return any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
 
 
-def is_suspect(func: Any) -> bool:
-    """Return whether the schema of an unknown operator of torch's own fits attention."""
-    schema = func._schema
-    read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
-    mixes = len(read) >= 3 and torch.Tag.pointwise not in func.tags
-    return mixes or names_attention(schema) or _ATTENTION.search(schema.name) is not None
-
-
 def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
     """Return the dispatch key and device of an operator with a kernel in Python."""
-    with torch._C.DisableTorchFunction():  # a function mode would see every property access
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
-            return None
-        device = given[0].device.type
-    own = str(torch._C._dispatch_key_for_device(device))
+    device = _plain_device(tree_leaves((args, kwargs)))
+    if device is None:
+        return None
     name = func.name()
-    for key in (own, "CompositeExplicitAutograd"):
+    for key in (key_of(device), "CompositeExplicitAutograd"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
             continue
         namespace, _, rest = name.partition("::")
@@ -208,24 +163,19 @@ def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def may_attend(
-    name: str,
-    module: str,
-    given: Iterable[Tensor],
-    out: Iterable[Tensor],
-    fixed: Callable[[Tensor], bool],
-    named: bool = False,
+    plan: "Plan", module: str, given: Iterable[Tensor], out: Iterable[Tensor], fixed: Callable[[Tensor], bool]
 ) -> bool:
     """Return whether an operator of which only inputs and outputs are seen may be attention."""
     moving = [t for t in given if is_plain(t) and t.is_floating_point() and not fixed(t)]
     made = [t for t in out if is_plain(t) and t.is_floating_point()]
     if not moving or not made:
         return False
-    if _ATTENTION.search(name):
+    if _ATTENTION.search(plan.name):
         return True
     if len(moving) < 3:
-        return named and len(moving) == 1
+        return plan.named and len(moving) == 1
     q, k, v = (tuple(t.shape) for t in moving[:3])
-    axes = 3 if named or _ATTENTION.search(module.rpartition(".")[2]) else 4
+    axes = 3 if plan.named or _ATTENTION.search(module.rpartition(".")[2]) else 4
     if not (len(q) == len(k) == len(v) >= axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
         return False
     shapes, mixed = [tuple(t.shape) for t in made], (*q[:-1], v[-1])
@@ -253,6 +203,21 @@ class Plan(NamedTuple):
     named: bool  # whether its schema names queries, keys and values, which makes it suspect
 
 
+class Run(NamedTuple):
+    """An operation that has run."""
+
+    plan: Plan
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: list[Tensor]
+    result: Any
+
+
+def written(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    return [args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes]
+
+
 @lru_cache(4096)
 def plan_of(func: Any) -> Plan:
     """Return the plan of an operation."""
@@ -262,26 +227,26 @@ def plan_of(func: Any) -> Plan:
     namespace, _, name = full.rpartition("::")
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
     kind = "higher order" if isinstance(func, HigherOrderOperator) and not name.startswith(_FUSED) else _kind(name)
-    if kind == "other" and schema is not None:
-        kind = "foreign" if is_foreign(namespace) else "suspect" if is_suspect(func) else kind
-    named = kind == "suspect" and names_attention(schema)
+    named = False
+    if (
+        kind == "other" and schema is not None
+    ):  # the schema of an unknown operator of torch's own may fit attention
+        read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
+        named = not is_foreign(namespace) and names_attention(schema)
+        suspect = (
+            named or (len(read) >= 3 and torch.Tag.pointwise not in func.tags) or _ATTENTION.search(schema.name)
+        )
+        kind = "foreign" if is_foreign(namespace) else "suspect" if suspect else kind
     composite = schema is not None and has_kernel(func, COMPOSITE.name)
     return Plan(name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full, named)
 
 
-def is_looked_for(func: Any) -> bool:
-    """Return whether an operation may be attention, or part of it, whatever its arguments."""
-    return plan_of(func).kind in ("fused", "softmax", "foreign")
-
-
-def composite_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the device on which an operation runs as a composite; None if it does not."""
+def _plain_device(values: Iterable[object]) -> str | None:
+    """Return the device of the first tensor; None if there is none, or any is not plain."""
     with torch._C.DisableTorchFunction():  # a function mode would see every property access
-        given = [*tensors((*args, *kwargs.values()))]
-        if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
-            return None
-        device = given[0].device.type
-    return None if has_kernel(func, key_of(device)) else device
+        given = [x for x in values if isinstance(x, Tensor)]
+        plain = given and all(is_plain(t) and t.layout == torch.strided for t in given)
+        return given[0].device.type if plain else None
 
 
 def key_of(device: str) -> str:
@@ -317,28 +282,18 @@ class OperationWatch(TorchDispatchMode):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-        self._tags = Tags(recorder.parameters, recorder.constants)
-        self._softmaxes = Softmaxes(recorder, self._tags)
-        self._products = Products(recorder, self._tags, self._softmaxes)
-        self._merged = MergedBlocks(recorder, self._tags)
-
-    @property
-    def masking(self) -> bool:
-        """Whether this watch applies a mask."""
-        return self._recorder.masking
-
-    @property
-    def over(self) -> bool:
-        """Whether the context of this watch has been left."""
-        return self._recorder.closed
+        self.recorder = recorder
+        self.tags = Tags(recorder.parameters, recorder.constants)
+        self.softmaxes = Softmaxes(recorder, self.tags)
+        self._products = Products(recorder, self.tags, self.softmaxes)
+        self.merged = MergedBlocks(recorder, self.tags)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and observe it."""
         kwargs = kwargs or {}
-        recorder = self._recorder
+        recorder = self.recorder
         if in_backward():
             return func(*args, **kwargs)
         plan = plan_of(func)
@@ -361,68 +316,56 @@ class OperationWatch(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         """Leave, even while modes that were entered later are active."""
-        take_off_dispatch(self)
-
-    def writes(self, tensor: Tensor) -> int:
-        """Return the number of operations that have written to a tensor's storage so far."""
-        return self._tags.writes(tensor)
-
-    def product(self, scores: Tensor) -> Scores | None:
-        """Return the product behind a tensor of scores; None if there is none."""
-        return self._tags.scores(scores)
-
-    def offer(self, history: History | None, masked: bool = False) -> None:
-        """Announce the scores' history before a function seen in Python passes them to its softmax."""
-        self._softmaxes.offered, self._softmaxes.masked = history, masked
-
-    def mark_output(self, output: Tensor, sums: object = None) -> None:
-        """Mark the output of attention that was captured in Python: see :class:`MergedBlocks`."""
-        with torch._C.DisableTorchFunction():
-            self._merged.mark_output(output, sums)
+        take_off(self)
 
     def settle(self) -> None:
         """Note the outcome of every softmax, then forget all of them."""
-        self._softmaxes.settle()
-        self._tags.forget()
+        self.softmaxes.settle()
+        self.tags.forget()
 
     def _runner(
         self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
         """Return a function that runs an operation so that we see the operations it calls; None if impossible."""
-        if plan.composite and (device := composite_on(func, args, kwargs)) is not None:
+        device = _plain_device(tensors((*args, *kwargs.values()))) if plan.composite else None
+        if device is not None and not has_kernel(func, key_of(device)):
             return lambda: self._run_kernel(func, COMPOSITE, device, args, kwargs)
+        if plan.kind == "higher order" and func.__name__ in (*_OPEN, *_CLOSED):  # known bodies run under this mode
+            args, kwargs = under_modes((args, kwargs), [self])
+            return lambda: func(*args, **kwargs)
         if plan.kind == "higher order":
             return lambda: self._run_higher_order(func, plan, args, kwargs)
         if plan.kind == "foreign" and (kernel := python_kernel(func, args, kwargs)) is not None:
-            return lambda: self._run_in_python(func, plan, kernel, args, kwargs)
-        return None
 
-    def _run_in_python(
-        self, func: Any, plan: Plan, kernel: tuple[Any, str], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an operator with a Python kernel; if no attention was seen in it, look at it as a whole."""
-        seen, result = self._attention_count(), self._run_kernel(func, *kernel, args, kwargs)
-        if self._attention_count() == seen:
-            self._guarded(plan, self._look, plan, args, kwargs, result)
-        return result
+            def run() -> Any:  # if no attention is seen in it, look at it as a whole
+                seen, result = self._attention_count(), self._run_kernel(func, *kernel, args, kwargs)
+                if self._attention_count() == seen:
+                    self._guarded(plan, self._look, plan, args, kwargs, result)
+                return result
+
+            return run
+        return None
 
     def _attention_count(self) -> int:
         """Return the number of attention operations captured or skipped so far."""
-        audit = self._recorder.audit
+        audit = self.recorder.audit
         return audit.captured.total() + audit.skipped.total()
 
     def _run_higher_order(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a higher-order operator that was not seen in Python; known bodies run under this mode."""
-        if has_known_bodies(func):
-            args, kwargs = under_modes((args, kwargs), [self])
-            return func(*args, **kwargs)
+        """Run a higher-order operator that was not seen in Python; note it if its body may hide attention."""
         seen, result = self._attention_count(), func(*args, **kwargs)
-        recorder = self._recorder
-        if not recorder.listening or recorder.foreign or self._attention_count() != seen:
-            return result
-        if self._guarded(plan, may_hide, func, (args, kwargs), self._tags.fixed, is_looked_for):
-            recorder.skip(plan.name, MAY_HIDE)
+        unseen = self.recorder.listening and not self.recorder.foreign and self._attention_count() == seen
+        if unseen and self._guarded(plan, self._may_hide, func, (args, kwargs)):
+            self.recorder.skip(plan.name, MAY_HIDE)
         return result
+
+    def _may_hide(self, func: HigherOrderOperator, arguments: Any) -> bool:
+        """Return whether a higher-order operator whose bodies were not seen may compute attention."""
+        leaves = tree_leaves(arguments)
+        operators = [x for x in leaves if isinstance(x, OpOverload)]
+        harmless = operators and not any(plan_of(x).kind in ("fused", "softmax", "foreign") for x in operators)
+        floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
+        return not (func.__name__ in _HARMLESS or harmless) and not all(map(self.tags.fixed, floats))
 
     def _run_kernel(self, func: Any, key: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
@@ -446,19 +389,18 @@ class OperationWatch(TorchDispatchMode):
             with torch._C.DisableTorchFunction():
                 return look(*args)
         except Exception as error:  # tensor subclasses may raise anything
-            self._recorder.skip(plan.name, f"could not be followed ({type(error).__name__}: {str(error)[:80]})")
+            self.recorder.skip(plan.name, f"could not be followed ({type(error).__name__}: {str(error)[:80]})")
             return None
 
     def _before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written = (args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes)
         given = [*tensors((*args, *kwargs.values()))]
-        self._softmaxes.before_write(plan.name, args, [*tensors(written)], given)
+        self.softmaxes.before_write(plan.name, args, [*tensors(written(plan, args, kwargs))], given)
 
     def _look(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> AttentionCall | None:
         """Handle an operation that has run, by its kind; return the attention that it completes, if any."""
-        recorder, tags, name = self._recorder, self._tags, plan.name
+        recorder, tags, name = self.recorder, self.tags, plan.name
         if recorder.covered or recorder.foreign:
             return None
         if isinstance(result, Tensor) and not result.is_nested and not result.numel():
@@ -470,80 +412,65 @@ class OperationWatch(TorchDispatchMode):
             self._skip_without_storage(name, given)
             return None
         if name in SUMS or "sums" in tags.marks:
-            self._merged.observe(name, plan.kind == "product", args, given, result)
+            self.merged.observe(name, plan.kind == "product", args, given, result)
         if name == "mul" and len(given) == 2 and "one key" in tags.marks:
             call = self._products.observe_entrywise(given, result)
             if call is not None:
-                self._merged.mark_output(result)
+                self.merged.mark_output(result)
                 return call
         if recorder.running and all(
             map(tags.constant, given)
         ):  # what a caller makes beside the model is its input
             for out in float_outputs(result):
                 tags.mark(out, "constant")
-        look = self._LOOKS.get(plan.kind)
-        if look is not None:
-            return look(self, plan, args, kwargs, given, result)
+        if plan.kind in self._LOOKS:
+            return self._LOOKS[plan.kind](self, Run(plan, args, kwargs, given, result))
         propagate(tags, name, args, given, result)
         return None
 
-    def _product(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
-    ) -> AttentionCall | None:
+    def _product(self, run: Run) -> AttentionCall | None:
         """Handle a matrix product: it may make scores, or multiply weights with values."""
-        call = self._products.observe(plan.name, args, kwargs, result)
+        call = self._products.observe(run.plan.name, run.args, run.kwargs, run.result)
         if call is not None:
-            self._merged.mark_output(result)
+            self.merged.mark_output(run.result)
         return call
 
-    def _noise(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
-    ) -> None:
+    def _noise(self, run: Run) -> None:
         """Handle noise, which may be dropout written out."""
-        kept = float(args[1]) if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5
-        self._tags.tag_noise(result, kept)
+        kept = float(run.args[1]) if len(run.args) > 1 and not isinstance(run.args[1], Tensor) else 0.5
+        self.tags.tag_noise(run.result, kept)
 
-    def _softmax(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
-    ) -> None:
+    def _softmax(self, run: Run) -> None:
         """Start to trace a softmax."""
-        axis = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-        self._softmaxes.observe(plan.name, given[0], axis, result, bool(plan.writes))
+        axis = run.args[1] if len(run.args) > 1 else run.kwargs.get("dim", -1)
+        self.softmaxes.observe(run.plan.name, run.given[0], axis, run.result, bool(run.plan.writes))
 
-    def _exponential(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
-    ) -> None:
+    def _exponential(self, run: Run) -> None:
         """Handle an exponential, which may be a softmax written out."""
-        if result.ndim > 1 and result.is_floating_point():
-            self._softmaxes.observe_exponential(plan.name, args, result, bool(plan.writes))
-        propagate(self._tags, plan.name, args, given, result)
+        if run.result.ndim > 1 and run.result.is_floating_point():
+            self.softmaxes.observe_exponential(run.plan.name, run.args, run.result, bool(run.plan.writes))
+        propagate(self.tags, run.plan.name, run.args, run.given, run.result)
 
-    def _foreign(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
-    ) -> None:
+    def _foreign(self, run: Run) -> None:
         """Handle an unknown operator, which may be attention and cannot be inspected."""
-        recorder = self._recorder
-        if recorder.running:
-            written = [args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes]
-            made = tensors((result, *written))
-            if may_attend(plan.name, recorder.module, given, made, self._tags.fixed, plan.named):
-                recorder.skip(plan.full, MAY_BE_ATTENTION if plan.kind == "foreign" else MAY_BE_KERNEL)
-        propagate(self._tags, plan.name, args, given, result)
+        recorder, plan = self.recorder, run.plan
+        made = tensors((run.result, *written(plan, run.args, run.kwargs)))
+        if recorder.running and may_attend(plan, recorder.module, run.given, made, self.tags.fixed):
+            recorder.skip(plan.full, MAY_BE_ATTENTION if plan.kind == "foreign" else MAY_BE_KERNEL)
+        propagate(self.tags, plan.name, run.args, run.given, run.result)
 
-    def _fused(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
-    ) -> AttentionCall | None:
+    def _fused(self, run: Run) -> AttentionCall | None:
         """Capture fused attention that was not seen in Python: in a scripted or compiled graph, or in C++."""
-        recorder = self._recorder
+        recorder, name = self.recorder, run.plan.name
         if not recorder.listening:
-            recorder.skip(plan.name, OUTSIDE)
+            recorder.skip(name, OUTSIDE)
             return None
         with outside_all_modes("cpu"):
-            call = fused_call(plan.name, args, kwargs, result)
+            call = fused_call(name, run.args, run.kwargs, run.result)
         if call is None:
-            recorder.skip(plan.name, "runs below Python: in a compiled, traced or exported graph, or in C++")
+            recorder.skip(name, "runs below Python: in a compiled, traced or exported graph, or in C++")
         else:
-            self._merged.mark_output(*result[:2])
+            self.merged.mark_output(*run.result[:2])
         return call
 
     _LOOKS: ClassVar[dict[str, Callable[..., AttentionCall | None]]] = {
@@ -559,10 +486,10 @@ class OperationWatch(TorchDispatchMode):
     def _skip_without_storage(self, name: str, given: Sequence[Tensor]) -> None:
         """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""
         if name in _SPARSE or name in SOFTMAXES:
-            self._recorder.skip("softmax", "of a sparse or oneDNN tensor: only dense ones are followed")
+            self.recorder.skip("softmax", "of a sparse or oneDNN tensor: only dense ones are followed")
             return
         for tensor in given:
-            scores, weights = self._tags.of(tensor)
+            scores, weights = self.tags.of(tensor)
             if weights is not None or (scores is not None and not any(scores.product.fixed)):
-                self._recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")
+                self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")
                 return

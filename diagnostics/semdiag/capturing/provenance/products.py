@@ -1,15 +1,12 @@
 """Matrix products of queries and keys, or of weights and values; how tags pass through other operations."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.audit import Remark
-from semdiag.capturing.provenance.score_history import ScoreHistory
 from semdiag.capturing.provenance.softmaxes import MECHANISM, Softmaxes, find_axis
 from semdiag.capturing.provenance.tags import (
     Axes,
@@ -56,7 +53,10 @@ class Products:
             self._scored(a, b, scores_a, scores_b, result)
             self._note_no_softmax(name, a, b, scores_a, scores_b, result)
         if of_a is not None and of_b is not None:
-            self._both_weights(of_a, of_b, result)
+            for tag in (of_a, of_b):
+                if of_a.softmax.suspect and of_b.softmax.suspect:
+                    tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
+            self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
         elif of_a is not None:
             return self._weighted(of_a, a, b, result, left=True, added=name in _ADDED)
         elif of_b is not None:
@@ -78,13 +78,6 @@ class Products:
                 axes, w, v, mixed = product
                 return self._weighted(tag._replace(axes=axes), w, v, mixed, left=True, added=False)
         return None
-
-    def _both_weights(self, of_a: Weights, of_b: Weights, result: Tensor) -> None:
-        """Handle a product of the weights of two softmaxes."""
-        if of_a.softmax.suspect and of_b.softmax.suspect:
-            for tag in (of_a, of_b):
-                tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
-        self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
 
     def _note_no_softmax(
         self, name: str, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor
@@ -139,7 +132,8 @@ class Products:
             axis = summed[0].axis
             if not softmax.of_a_product:
                 return None  # an exponential that is no softmax
-        if axis is None or not _over_keys(softmax, axis, summed):
+        of_keys = any(p.origin == softmax.number and p.axis == axis for p in summed)
+        if axis is None or not (of_keys or softmax.scores.shape[axis] == 1):
             if constant:
                 moved = _remaining(axes, result, left)
                 self._tags.tag_weights(result, tag._replace(axes=moved, exact=False))
@@ -148,10 +142,14 @@ class Products:
             return None
         if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # a number is a statistic
             return None
-        gated = softmax.keys_fixed(axis) and _by_row(softmax, weights, left)
+        # Each row of many meets values of its own, as a gate's weights meet the outputs of experts.
+        rows = weights.shape[-2 if left else -1] if weights.ndim > 1 else 1
+        gated = rows == 1 and softmax.scores.ndim > 1 and softmax.scores.shape[-2] > 1 and softmax.keys_fixed(axis)
         if gated and not constant and not _sampled(self._tags, [other]):
             return None
-        whole = _whole(softmax, axis, summed)
+        size = softmax.scores.shape[axis]
+        all_keys, but_one = AxisPiece(softmax.number, axis, size, 1), AxisPiece(softmax.number, axis, size - 1, 0)
+        whole = size == 1 or summed in ((all_keys,), (but_one,))  # all but one: that one may be a sink
         reason = _reason(tag, axis, whole=whole, constant=constant, added=added, numbers=not result.ndim)
         if reason is not None:
             softmax.refuse(reason)
@@ -162,34 +160,25 @@ class Products:
         self, tag: Weights, axes: Axes, axis: int, weights: Tensor, other: Tensor, result: Tensor, left: bool
     ) -> AttentionCall | None:
         """Return the attention of weights that met values; None if it cannot be described."""
-        softmax = tag.softmax
+        softmax, history = tag.softmax, None
+        if softmax.history is not None and softmax.history[1]() and not in_transform(softmax.history[0].q):
+            history = softmax.history[0]  # still valid, and not from a transform (torch.func.grad)
         try:
             with outside_all_modes(result.device.type):
-                call, remark = attention_of(
-                    WeightedProduct(
-                        scores=softmax.scores_over(axis),
-                        key=axis,
-                        history=_history(softmax),
-                        product=None if softmax.tag is None else softmax.tag.axes,
-                        heads=softmax.heads,
-                        number=softmax.number,
-                        axes=axes,
-                        weights=weights.detach() if not tag.exact else None,
-                        dropout=tag.dropout,
-                        left=left,
-                        input_shapes=self._recorder.shapes,
-                    ),
-                    weights.shape,
-                    other.detach(),
-                    result.detach(),
-                    self._recorder.generator,
-                )
+                product = None if softmax.tag is None else softmax.tag.axes
+                entries = None if tag.exact else weights.detach()
+                weighted = WeightedProduct(
+                    softmax.scores_over(axis), axis, history, product, softmax.heads, softmax.number, axes,
+                    entries, tag.dropout, left, self._recorder.shapes,
+                )  # fmt: skip
+                given = weights.shape, other.detach(), result.detach()
+                call, remark = attention_of(weighted, *given, self._recorder.generator)
         except UnfollowedError as error:
             softmax.refuse(str(error))
             return None
         self._softmaxes.release(softmax)
         if remark is not None:
-            self._recorder.audit.remarks[Remark(self._recorder.module, remark)] += 1
+            self._recorder.remark(remark)
         return replace(call, mechanism=MECHANISM, dropout=tag.dropout)
 
 
@@ -212,64 +201,28 @@ def _one_key_product(
         return pieces, w.reshape(n, m, 1), v.reshape(n, 1, -1), mixed.reshape(n, m, -1)
 
 
-def _over_keys(softmax: Softmax, axis: int, summed: tuple[AxisPiece, ...]) -> bool:
-    """Return whether a product sums over the softmax's axis, or that axis has length 1."""
-    of_keys = any(p.origin == softmax.number and p.axis == axis for p in summed)
-    return of_keys or softmax.scores.shape[axis] == 1
-
-
-def _whole(softmax: Softmax, axis: int, summed: tuple[AxisPiece, ...]) -> bool:
-    """Return whether a product sums over all keys in order, or over all but one, which may be a sink."""
-    size = softmax.scores.shape[axis]
-    all_keys, but_one = AxisPiece(softmax.number, axis, size, 1), AxisPiece(softmax.number, axis, size - 1, 0)
-    return size == 1 or summed in ((all_keys,), (but_one,))
-
-
-def _history(softmax: Softmax) -> ScoreHistory | None:
-    """Return the history of the scores, if still valid and not from a transform (``torch.func.grad``)."""
-    if softmax.history is None or not softmax.history[1]():
-        return None
-    history = softmax.history[0]
-    return None if in_transform(history.q) else history
-
-
-def _by_row(softmax: Softmax, weights: Tensor, left: bool) -> bool:
-    """Return whether each row of many meets values of its own, as a gate's weights meet the outputs of experts."""
-    rows = weights.shape[-2 if left else -1] if weights.ndim > 1 else 1
-    return rows == 1 and softmax.scores.ndim > 1 and softmax.scores.shape[-2] > 1
-
-
 def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
     """Return why weights that met values are not captured; None if they can be."""
-    softmax = tag.softmax
-    fixed = softmax.keys_fixed(axis)
-    if tag.added_up:
-        return "its weights were summed or averaged over rows or heads before they met values"
-    if softmax.outside:
-        return OUTSIDE
-    if not whole:
-        return "its values meet only a part of its weights"
-    if fixed is None:
-        return "its scores are not followed to a product of queries and keys"
-    if fixed:
-        return "its keys are parameters (a codebook, a router, learned keys), not made of the input"
-    if constant and softmax.scores.shape[axis] == 1:
-        return "it has one key, and its values cannot be told from other factors of its weights"
-    if constant:
-        return "its values are parameters, not made of the input"
-    if added:
-        return "something is added to its values in the same operation"
-    if numbers:
-        return "its values are single numbers, and only one row is computed"
-    return None
+    softmax, fixed = tag.softmax, tag.softmax.keys_fixed(axis)
+    one_key = constant and softmax.scores.shape[axis] == 1
+    reasons = {
+        "its weights were summed or averaged over rows or heads before they met values": tag.added_up,
+        OUTSIDE: softmax.outside,
+        "its values meet only a part of its weights": not whole,
+        "its scores are not followed to a product of queries and keys": fixed is None,
+        "its keys are parameters (a codebook, a router, learned keys), not made of the input": fixed,
+        "it has one key, and its values cannot be told from other factors of its weights": one_key,
+        "its values are parameters, not made of the input": constant,
+        "something is added to its values in the same operation": added,
+        "its values are single numbers, and only one row is computed": numbers,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _remaining(axes: Axes, result: Tensor, left: bool) -> Axes:
     """Return the axes of a product's result; the other factor's have no origin."""
     new = (AxisPiece(-1, 0, result.shape[-1 if left else -2], 1),)
-    if left:
-        return (*axes[:-1], new)
-    return (*axes[:-2], new, axes[-1])
+    return (*axes[:-1], new) if left else (*axes[:-2], new, axes[-1])
 
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
@@ -280,6 +233,22 @@ _SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _TIMES = ("mul", "mul_")
 _MOVED = frozenset((*_REGROUPING, *_COPIES, "cat", "stack", "permute", "transpose"))
 _DEFORMABLE = "its keys are parameters, and its values are interpolated between positions (deformable attention)"
+
+
+class _Step(NamedTuple):
+    """An operation that passes on the tag of one of its inputs."""
+
+    tags: Tags
+    name: str
+    args: tuple[Any, ...]
+    given: list[Tensor]
+    source: Tensor
+    out: Tensor
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The other inputs."""
+        return [t for t in self.given if t is not self.source]
 
 
 def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
@@ -300,10 +269,13 @@ def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor],
         for out in outputs:
             if tags.own(out) and tags.fixed(out):  # a step of training
                 continue
-            if scores is not None:
-                _propagate_scores(tags, name, args, scores, source, out)
+            step = _Step(tags, name, args, given, source, out)
+            if scores is not None:  # while both sides of the product are in the tensor
+                axes, _ = _axes_after(step, scores.axes)
+                if axes is not None and (axes is scores.axes or scores.product.whole_in(axes)):
+                    tags.tag_scores(out, scores._replace(axes=axes), derived=True)
             if weights is not None:
-                _propagate_weights(tags, name, args, weights, source, given, out)
+                _propagate_weights(step, weights)
 
 
 def float_outputs(result: Any) -> list[Tensor]:
@@ -315,62 +287,48 @@ def _sampled(tags: Tags, given: list[Tensor]) -> bool:
     return "sampled" in tags.marks and any(tags.marked(t, "sampled") is not None for t in given)
 
 
-def _propagate_scores(
-    tags: Tags, name: str, args: tuple[Any, ...], tag: Scores, source: Tensor, out: Tensor
-) -> None:
-    """Propagate a product's tag while both sides of the product are in the tensor."""
-    axes, _ = _axes_after(name, args, tag.axes, source, out)
-    if axes is tag.axes:
-        tags.derive_scores(out, tag)
-    elif axes is not None and tag.product.whole_in(axes):
-        tags.derive_scores(out, tag._replace(axes=axes))
-
-
-def _propagate_weights(
-    tags: Tags, name: str, args: tuple[Any, ...], tag: Weights, source: Tensor, given: list[Tensor], out: Tensor
-) -> None:
+def _propagate_weights(step: _Step, tag: Weights) -> None:
     """Propagate a softmax's tag, or note why it ends here."""
-    softmax = tag.softmax
+    softmax, tags, name, source, out = tag.softmax, step.tags, step.name, step.source, step.out
     if name in ("sum", "mean") and tag.axes is not None:
-        _summed(tags, tag, tag.axes, args, source, out)
+        _summed(step, tag, tag.axes)
         return
-    if name == "convolution" and source is args[1] and not tags.fixed(args[0]) and _of_inputs(tags, softmax):
+    of_inputs = _of_inputs(tags, softmax)
+    if name == "convolution" and source is step.args[1] and not tags.fixed(step.args[0]) and of_inputs:
         softmax.refuse("its weights are the kernel of a convolution")
         return
-    others = [t for t in given if t is not source]
     axes, exact = None, False
     if tag.axes is not None:
-        axes, exact = _axes_after(name, args, tag.axes, source, out)
-    elif _joins_stream(tags, name, softmax, source, others, out):
-        return
+        axes, exact = _axes_after(step, tag.axes)
+    elif not (name in _TIMES and source.shape == out.shape and of_inputs) and any(
+        t.shape == out.shape and t.is_floating_point() for t in step.others
+    ):
+        return  # added to a stream with other content
     if axes is not None and not softmax.keys_in(axes):
-        if _picks_one_per_row(softmax, source, out):
-            return
+        if out.numel() * max(2, softmax.scores.shape[softmax.axis or 0]) <= source.numel():
+            return  # one weight of each row was selected
         axes = None
     if axes is not None and name in ("div", "div_", *_TIMES):
         find_axis(softmax, axes, out)
     before = tags.weights(out)
     if before is None or before.softmax is softmax or (softmax.suspect and not before.softmax.suspect):
-        tags.tag_weights(out, _after(tags, name, args, tag._replace(axes=axes), exact, others))
+        tags.tag_weights(out, _after(step, tag._replace(axes=axes), exact))
 
 
-def _after(
-    tags: Tags, name: str, args: tuple[Any, ...], tag: Weights, exact: bool, others: list[Tensor]
-) -> Weights:
+def _after(step: _Step, tag: Weights, exact: bool) -> Weights:
     """Return the tag of weights after an operation; ``exact`` says whether it leaves the entries unchanged."""
-    known = _KNOWN_ENTRIES[name](tags, tag, args, others) if name in _KNOWN_ENTRIES else None
+    tags, name, others = step.tags, step.name, step.others
     sampled = tag.sampled or (name in _TIMES and _sampled(tags, others))
-    if known is not None:
-        return known._replace(sampled=sampled)
+    noise = (kept for t in others if (kept := tags.noise(t)) is not None) if name in _TIMES else iter(())
+    kept = 1 - float(step.args[1]) if name == "native_dropout" else next(noise, None)  # dropout may be written out
+    if kept is not None:
+        return tag._replace(dropout=1 - (1 - tag.dropout) * kept, sampled=sampled)
+    if name == "exp" and tag.logarithm and tag.exact:
+        return tag._replace(logarithm=False, sampled=sampled)
     spread = tag.spread
     if tag.axes is not None and any(p.origin == -1 for pieces in tag.axes for p in pieces):
         spread = spread or not all(map(tags.fixed, others))
     return tag._replace(exact=exact and tag.exact, spread=spread, sampled=sampled)
-
-
-def _picks_one_per_row(softmax: Softmax, source: Tensor, out: Tensor) -> bool:
-    """Return whether one weight of each row was selected."""
-    return out.numel() * max(2, softmax.scores.shape[softmax.axis or 0]) <= source.numel()
 
 
 def _of_inputs(tags: Tags, softmax: Softmax) -> bool:
@@ -378,68 +336,30 @@ def _of_inputs(tags: Tags, softmax: Softmax) -> bool:
     return softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
 
 
-def _joins_stream(
-    tags: Tags, name: str, softmax: Softmax, source: Tensor, others: list[Tensor], out: Tensor
-) -> bool:
-    """Return whether a tensor computed from weights is added to a stream with other content."""
-    if name in _TIMES and source.shape == out.shape and _of_inputs(tags, softmax):
-        return False
-    return any(t.shape == out.shape and t.is_floating_point() for t in others)
-
-
-def _times_noise(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
-    """Recognise dropout written as a product with noise."""
-    kept = next((kept for t in others if (kept := tags.noise(t)) is not None), None)
-    return None if kept is None else tag._replace(dropout=1 - (1 - tag.dropout) * kept)
-
-
-def _dropped(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
-    return tag._replace(dropout=1 - (1 - tag.dropout) * (1 - float(args[1])))
-
-
-def _exponential(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
-    """Return the tag of weights from the tag of their logarithms."""
-    return tag._replace(logarithm=False) if tag.logarithm and tag.exact else None
-
-
-# Operations that change entries in a known way; None adds no knowledge.
-_KNOWN_ENTRIES: dict[str, Callable[[Tags, Weights, tuple[Any, ...], list[Tensor]], Weights | None]] = {
-    **dict.fromkeys(_TIMES, _times_noise),
-    "native_dropout": _dropped,
-    "exp": _exponential,
-}
-
-
-def _summed(tags: Tags, tag: Weights, axes: Axes, args: tuple[Any, ...], source: Tensor, out: Tensor) -> None:
+def _summed(step: _Step, tag: Weights, axes: Axes) -> None:
     """Handle a sum over weights, or over weights times values: over the keys or over other axes."""
-    softmax = tag.softmax
-    given = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    softmax, source, out = tag.softmax, step.source, step.out
+    given = step.args[1] if len(step.args) > 1 and isinstance(step.args[1], list | tuple) else ()
     dims = {d % source.ndim for d in given or range(source.ndim)} if source.ndim else set()
     over = [p for d in dims for p in axes[d] if p[:2] == (softmax.number, softmax.axis)]
     if over:
-        _summed_over_keys(tag, over[0].axis)
+        fixed = softmax.keys_fixed(over[0].axis)
+        if tag.added_up and not softmax.of_a_product:
+            return  # may be a router's statistic
+        if tag.sampled and fixed:
+            softmax.refuse(_DEFORMABLE)
+        if tag.spread and not fixed and not softmax.done:
+            softmax.refuse("its values are multiplied and summed entry by entry, not in a matrix product")
     elif softmax.axis is not None and softmax.keys_in(axes) and not softmax.keys_fixed(softmax.axis):
         kept = out.ndim == source.ndim
         left = tuple(() if d in dims else pieces for d, pieces in enumerate(axes) if kept or d not in dims)
         added_up = tag.added_up or any(source.shape[d] > 1 for d in dims)
-        tags.tag_weights(out, tag._replace(axes=left, exact=False, added_up=added_up))
+        step.tags.tag_weights(out, tag._replace(axes=left, exact=False, added_up=added_up))
 
 
-def _summed_over_keys(tag: Weights, axis: int) -> None:
-    """Note why attention that weights its values entry by entry is not captured."""
-    softmax, fixed = tag.softmax, tag.softmax.keys_fixed(axis)
-    if tag.added_up and not softmax.of_a_product:
-        return  # may be a router's statistic
-    if tag.sampled and fixed:
-        softmax.refuse(_DEFORMABLE)
-    if tag.spread and not fixed and not softmax.done:
-        softmax.refuse("its values are multiplied and summed entry by entry, not in a matrix product")
-
-
-def _axes_after(
-    name: str, args: tuple[Any, ...], axes: Axes, source: Tensor, out: Tensor
-) -> tuple[Axes | None, bool]:
+def _axes_after(step: _Step, axes: Axes) -> tuple[Axes | None, bool]:
     """Return the axes after an operation, and whether the entries are unchanged."""
+    name, args, source, out = step.name, step.args, step.source, step.out
     if name in _REGROUPING:
         result = regrouped(axes, out.shape)
         return result, result is not None
@@ -451,9 +371,9 @@ def _axes_after(
         if len(axes) < 2:
             return axes, True
         i, j = (args[1], args[2]) if name == "transpose" else (0, 1)
-        order = list(range(len(axes)))
+        order = list(axes)
         order[i], order[j] = order[j], order[i]
-        return tuple(axes[d] for d in order), True
+        return tuple(order), True
     if source.shape == out.shape:
         return axes, name in ("expand", "slice", "narrow")
     result = broadcast(axes, source.shape, out.shape)

@@ -1,4 +1,4 @@
-"""History of scores: the operations between the product of queries and keys and the softmax."""
+"""How terms of scores are read as masks, and what happens to scores between their product and the softmax."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
-from semdiag.capturing.recording import FORBIDDING, ROOM, lowest, split_mask, split_scores
+from semdiag.capturing.attention_call import AttentionCall, described
+from semdiag.capturing.recording import outside_all_modes
+
+FORBIDDING = -9_999.0  # a term this far below the largest of its row can forbid a key
+ROOM = 1_000.0  # margin for scores or a bias on top of such a constant
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return the number up to which a term counts as -inf: -1e36; in float16 half of its lowest number."""
+    return max(-1e36, torch.finfo(dtype).min / 2)
+
+
+def split_mask(
+    mask: Tensor, least: float | None = None
+) -> tuple[Tensor | None, Tensor | None, float | None, Tensor | None]:
+    """Split a mask into the keys that it allows and the bias that it adds."""
+    with outside_all_modes(mask.device.type):
+        mask = mask.detach()
+        if not mask.is_floating_point():
+            return mask.bool(), None, None, None
+        forbidden, steep = _forbidden(mask, FORBIDDING, least)
+        some = bool(forbidden.any())
+        bias = mask.masked_fill(forbidden, 0) if some else mask
+        full = full_rows(mask)
+        return (~forbidden if some else None), (bias if bool(bias.any()) else None), steep, full
+
+
+def full_rows(terms: Tensor) -> Tensor | None:
+    """Return the keys with the largest term in rows in which all terms count as -inf but are not; None if none."""
+    top = terms.amax(-1, keepdim=True)
+    rows = (top <= lowest(terms.dtype)) & (top > -torch.inf)
+    return rows & (terms - top > FORBIDDING) if bool(rows.any()) else None
+
+
+def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
+    """Split a softmax's input into allowed keys and bias, if what was added to the scores is unknown."""
+    forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # scores are on top of the constant
+    some = bool(forbidden.any())
+    return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
+
+
+def _forbidden(terms: Tensor, enough: float, least: float | None = None) -> tuple[Tensor, float | None]:
+    """Return which terms forbid their key, and the lowest of the terms that do not count as -inf."""
+    forbidden = terms <= (lowest(terms.dtype) if least is None else least)
+    best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
+    below = (terms - best).masked_fill(forbidden, 0)
+    if not bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
+        return forbidden, None
+    steep = below <= FORBIDDING + ROOM
+    highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
+    steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
+    constant = terms.masked_fill(~steep, 0).amin()
+    return forbidden | steep, (float(constant) if bool(steep.any()) else None)
 
 
 class UntraceableError(Exception):
@@ -78,8 +129,10 @@ class ScoreHistory:
         steep = number if number > lowest(dtype) else None
         if kept is not None:
             steep = steep if steep is None or not bool(kept.all()) else None
-            return self._masked(kept, steep)
-        floor = self._lower(max(number, torch.finfo(torch.float32).min) / 2)
+            allowed = kept if self.allowed is None else self.allowed & kept
+            return replace(self, allowed=allowed, forbidding=self.forbidding if steep is None else steep)
+        floor = max(number, torch.finfo(torch.float32).min) / 2
+        floor = floor if self.floor is None else max(self.floor, floor)
         return replace(self, floor=floor, forbidding=self.forbidding if steep is None else steep)
 
     def bent(self) -> "ScoreHistory":
@@ -140,12 +193,7 @@ class ScoreHistory:
         return replace(self, bias=terms, allowed=allowed, floor=None, forbidding=forbidding)
 
     def call(
-        self,
-        v: Tensor,
-        mixed: Tensor,
-        allowed: Tensor | None,
-        heads: int | None,
-        full: Tensor | None = None,
+        self, v: Tensor, mixed: Tensor, allowed: Tensor | None, heads: int | None, full: Tensor | None = None
     ) -> AttentionCall:
         """Return the attention without module, layer and occurrence, which are unknown here."""
         q = self.q.expand(*self.lead, *self.q.shape[-2:])
@@ -156,36 +204,13 @@ class ScoreHistory:
         if grouped:  # (B, Hk, G, L, D) against (B, Hk, 1, L, D)
             q, mixed, k, v = q.flatten(1, 2), mixed.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
-        def mask(x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            if grouped:
-                return x.expand(*self.lead, *x.shape[-2:]).flatten(1, 2)
-            return mask_axes(x, self.lead, heads)
-
-        return AttentionCall(
-            module="",
-            layer=0,
-            q=four_axes(q, heads),
-            k=four_axes(k, heads),
-            v=four_axes(v, heads),
-            scale=self.scale if self.softcap is None else self.scale * self.softcap,
-            allowed=mask(allowed),
-            queries=None,
-            selected=None,
-            mixed=four_axes(mixed, heads),
-            bias=mask(self.bias),
-            softcap=self.softcap,
-            forbidding=self.forbidding,
-            fully_masked=mask(full),
-        )
-
-    def _masked(self, kept: Tensor, forbidding: float | None) -> "ScoreHistory":
-        allowed = kept if self.allowed is None else self.allowed & kept
-        return replace(self, allowed=allowed, forbidding=self.forbidding if forbidding is None else forbidding)
-
-    def _lower(self, floor: float) -> float:
-        return floor if self.floor is None else max(self.floor, floor)
+        masks = {"allowed": allowed, "bias": self.bias, "fully_masked": full}
+        if grouped:
+            given = ((name, x) for name, x in masks.items() if x is not None)
+            masks = {name: x.expand(*self.lead, *x.shape[-2:]).flatten(1, 2) for name, x in given}
+        scale = self.scale if self.softcap is None else self.scale * self.softcap
+        others: dict[str, Any] = masks | {"scale": scale, "softcap": self.softcap, "forbidding": self.forbidding}
+        return described(q, k, v, mixed, heads=heads, **others)
 
 
 def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:

@@ -3,15 +3,14 @@
 import math
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from semdiag.capturing.adapters.fused import with_full_rows_read
-from semdiag.capturing.audit import Remark
 from semdiag.capturing.provenance.score_history import ScoreHistory, UntraceableError, scores_alone
 from semdiag.capturing.provenance.tags import (
     Axes,
@@ -27,7 +26,6 @@ from semdiag.capturing.provenance.tags import (
     read_axes,
     tensors,
 )
-from semdiag.capturing.provenance.weighted_values import WeightedProduct
 from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
 
 NO_VALUES = (
@@ -89,16 +87,9 @@ class Softmaxes:
         tag: Scores | None = self._tags.scores(scores)
         if overwritten:
             scores = self._saved.pop(address(scores), scores)
-        softmax = Softmax(
-            number=self._tags.number(),
-            scores=scores.detach(),
-            axis=axis,
-            tag=tag,
-            history=history,
-            heads=self._recorder.heads,
-            module=self._recorder.module,
-            outside=not self._recorder.running,
-        )
+        number, recorder = self._tags.number(), self._recorder
+        place = recorder.heads, recorder.module, not recorder.running
+        softmax = Softmax(number, scores.detach(), axis, tag, history, *place)
         self._open.append(softmax)
         self._inputs_in_use[address(scores)] += 1
         return softmax
@@ -112,7 +103,11 @@ class Softmaxes:
         for tensor in written:
             storage = address(tensor)
             constant = all(map(self._tags.constant, given))
-            known = self._tags.written(tensor, noise, self._leaves_fixed(tensor, given), constant)
+            # It may only update parameters: from others, or as a step of an optimiser between passes.
+            step = not self._recorder.running and is_plain(tensor)
+            step = step and tensor.untyped_storage().data_ptr() in self._recorder.trained
+            fixed = is_plain(tensor) and (step or all(map(self._tags.fixed, given)))
+            known = self._tags.written(tensor, noise, fixed, constant)
             if self._inputs_in_use.get(storage, 0) > 0:
                 for softmax in self._open:
                     if not softmax.done and address(softmax.scores) == storage:
@@ -125,14 +120,6 @@ class Softmaxes:
                 if isinstance(source, Tensor) and address(source) == storage:
                     with outside_all_modes(tensor.device.type):
                         self._saved[storage] = source.detach().clone()
-
-    def _leaves_fixed(self, tensor: Tensor, given: Sequence[Tensor]) -> bool:
-        """Return whether a write only updates parameters: from others, or by an optimiser between passes."""
-        if not is_plain(tensor):
-            return False
-        if not self._recorder.running and tensor.untyped_storage().data_ptr() in self._recorder.trained:
-            return True
-        return all(map(self._tags.fixed, given))
 
     def release(self, softmax: Softmax) -> None:
         """Mark a softmax as captured, and free its memory."""
@@ -186,9 +173,8 @@ def find_axis(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
         return
     with outside_all_modes(weights.device.type):
         for d, pieces in enumerate(axes):
-            if not pieces or merged(pieces) != (AxisPiece(softmax.number, pieces[0].axis, weights.shape[d], 1),):
-                continue
-            if sums_to_one(weights, d):
+            whole = pieces and (AxisPiece(softmax.number, pieces[0].axis, weights.shape[d], 1),)
+            if pieces and merged(pieces) == whole and sums_to_one(weights, d):
                 softmax.axis = pieces[0].axis
 
 
@@ -201,18 +187,10 @@ def sums_to_one(weights: Tensor, axis: int) -> bool:
     return bool(between.any()) and not bool(wrong.any())
 
 
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A product whose result may be scores."""
-
-    q: Tensor  # (…, Lq, D)
-    k: Tensor  # (…, Lk, D)
-    alpha: float = 1.0  # factor on the product
-    added: Tensor | None = None  # term added to it; None means none
-
-
-def product_factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-    """Return the factors of a product."""
+def product_factors(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
+    """Return q (…, Lq, D) and k (…, Lk, D) of a product, its factor, and a term added to it or None."""
     if name == "einsum":
         return _einsum(args)
     alpha, added = 1.0, None
@@ -226,20 +204,14 @@ def product_factors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if len(factors) < 2 or not all(_usable(x) for x in factors):
         return None
     a, b = factors
-    return Product(a, b.transpose(-2, -1), alpha, added)
+    return a, b.transpose(-2, -1), alpha, added
 
 
 def _usable(x: object) -> bool:
-    return (
-        isinstance(x, Tensor)
-        and is_plain(x)
-        and x.ndim >= 2
-        and x.is_floating_point()
-        and x.layout == torch.strided
-    )
+    return is_plain(x) and x.ndim >= 2 and x.is_floating_point() and x.layout == torch.strided
 
 
-def _einsum(args: tuple[Any, ...]) -> Product | None:
+def _einsum(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, float, None] | None:
     """Return the factors of "…id,…jd->…ij", with the letters of each factor in any order."""
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if not isinstance(args[0], str) or len(operands) != 2 or not all(map(_usable, operands)):
@@ -250,13 +222,13 @@ def _einsum(args: tuple[Any, ...]) -> Product | None:
     if "." in left or len(out) < 2 or len(set(out)) < len(out) or len(summed) != 1:
         return None
     batch, i, j = out[:-2], out[-2], out[-1]
-    q, k = [*batch, i, *summed], [*batch, j, *summed]
-    if sorted(first) != sorted(q) or sorted(second) != sorted(k):  # a further letter is summed in one operand
+    sides = (first, [*batch, i, *summed]), (second, [*batch, j, *summed])
+    if any(
+        sorted(letters) != sorted(axes) for letters, axes in sides
+    ):  # a further letter is summed in one operand
         return None
-    return Product(
-        operands[0].permute([first.index(letter) for letter in q]),
-        operands[1].permute([second.index(letter) for letter in k]),
-    )
+    orders = [[letters.index(axis) for axis in axes] for letters, axes in sides]
+    return operands[0].permute(orders[0]), operands[1].permute(orders[1]), 1.0, None
 
 
 MECHANISM = "softmax provenance"
@@ -324,21 +296,8 @@ class SoftmaxProvenance:
         self, recorder: Recorder, scores: Tensor, tag: Scores, history: ScoreHistory | None
     ) -> tuple[list[int], bool]:
         """Return the order samples, heads, queries, keys of the axes of scores, as read once they meet values."""
-        key = scores.ndim - 1
-        weighted = WeightedProduct(
-            scores=scores,
-            key=key,
-            history=history,
-            product=tag.axes,
-            heads=recorder.heads,
-            number=tag.product.number,
-            axes=tag.axes,
-            weights=None,
-            dropout=0.0,
-            left=True,
-            input_shapes=recorder.shapes,
-        )
-        roles, _ = read_axes(weighted, tag.rows(key))
+        key, q = scores.ndim - 1, None if history is None else history.q
+        roles, _ = read_axes(scores.shape, key, tag.rows(key), recorder.shapes, q, tag.axes)
         if roles.query is not None:
             return [*roles.lead, roles.query, key], False
         return ([*range(key + 1)], False) if history is not None else ([*roles.lead, key], True)
@@ -358,21 +317,17 @@ class SoftmaxProvenance:
         known = {id(x) for x, _ in stamps}
         stamps = [*stamps, *((x, self._writes(x)) for x in made if id(x) not in known)]
         detached = tensor.detach()  # shares the storage; the tag must not keep the tensor itself alive
-        self._scores[tensor] = (
-            history,
-            [*(s for s in stamps if s[0] is not None), (detached, self._writes(detached))],
-        )
+        self._scores[tensor] = history, [*stamps, (detached, self._writes(detached))]
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         with outside_all_modes(result.device.type):
             product = product_factors(name, args, kwargs)
             if product is None:
                 return
+            q, k, alpha, added = product
             eps = torch.finfo(result.dtype).eps
-            history = ScoreHistory(
-                product.q.detach(), product.k.detach(), result.shape[:-2], scale=product.alpha, eps=eps
-            )
-            self._keep(result, history if product.added is None else history.plus(product.added, result.dtype), [])
+            history = ScoreHistory(q.detach(), k.detach(), result.shape[:-2], scale=alpha, eps=eps)
+            self._keep(result, history if added is None else history.plus(added, result.dtype), [])
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Carry tags through an operation on scores, or drop them."""
@@ -385,84 +340,74 @@ class SoftmaxProvenance:
             target = tensor if name == "__setitem__" else result
             self._scores.pop(target, None)
             with outside_all_modes(tensor.device.type):
-                self._keep(target, _STEPS[name](history, tensor, args, kwargs, target), stamps[:-1])
+                self._keep(target, _STEPS[name](_Step(history, tensor, args, kwargs, target)), stamps[:-1])
             return
 
 
-def _dropped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-    return float(given.get("p", 0.5)) if given.get("training", True) else 0.0
+class _Step(NamedTuple):
+    """An operation on scores that has run."""
+
+    history: ScoreHistory
+    scores: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Tensor
+
+    @property
+    def other(self) -> Any:
+        """The operand that is not the scores, on either side."""
+        second = self.args[1] if len(self.args) > 1 else self.kwargs.get("other")
+        return self.args[0] if second is self.scores else second
+
+    def check(self, first: bool, alike: bool) -> None:
+        """Refuse an operation whose first operand is not the scores, or whose result has another shape."""
+        moved = alike and (self.kwargs.get("alpha", 1) != 1 or self.result.shape != self.scores.shape)
+        if moved or (first and self.args[0] is not self.scores):
+            raise UntraceableError
 
 
-_Step = Callable[[ScoreHistory, Tensor, tuple[Any, ...], dict[str, Any], Tensor], ScoreHistory]
-
-
-def _other(history_of: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the operand that is not the scores, on either side."""
-    second = args[1] if len(args) > 1 else kwargs.get("other")
-    return args[0] if second is history_of else second
-
-
-def _times(
-    h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-) -> ScoreHistory:
-    return h.times(_other(x, args, kwargs))
-
-
-def _divided(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
-    if args[0] is not x or kwargs.get("rounding_mode") is not None:
+def _divided(step: _Step) -> ScoreHistory:
+    step.check(first=True, alike=False)
+    if step.kwargs.get("rounding_mode") is not None:
         raise UntraceableError
-    divisor = _other(x, args, kwargs)
-    return h.times(1 / divisor)
+    return step.history.times(1 / step.other)
 
 
-def _plus(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
-    if kwargs.get("alpha", 1) != 1 or r.shape != x.shape:
+def _plus(step: _Step) -> ScoreHistory:
+    step.check(first=False, alike=True)
+    return step.history.plus(step.other, step.result.dtype)
+
+
+def _minus(step: _Step) -> ScoreHistory:
+    step.check(first=True, alike=True)
+    return step.history.plus(-1.0 * step.other, step.result.dtype)
+
+
+def _filled(step: _Step) -> ScoreHistory:
+    step.check(first=True, alike=True)
+    given = dict(zip(("input", "mask", "value"), step.args, strict=False)) | step.kwargs
+    return step.history.filled(given["value"], step.result.dtype, ~given["mask"])
+
+
+def _assigned(step: _Step) -> ScoreHistory:
+    step.check(first=True, alike=False)
+    return step.history.filled(step.args[2], step.result.dtype)
+
+
+def _chosen(step: _Step) -> ScoreHistory:
+    step.check(first=False, alike=True)
+    if len(step.args) != 3 or step.args[0] is step.scores:
         raise UntraceableError
-    return h.plus(_other(x, args, kwargs), r.dtype)
+    kept, one, other = step.args
+    history, dtype = step.history, step.result.dtype
+    return history.filled(other, dtype, kept) if one is step.scores else history.filled(one, dtype, ~kept)
 
 
-def _minus(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
-    if kwargs.get("alpha", 1) != 1 or args[0] is not x or r.shape != x.shape:
+def _undropped(step: _Step) -> ScoreHistory:
+    given = dict(zip(("input", "p", "training"), step.args, strict=False)) | step.kwargs
+    if given.get("training", True) and given.get("p", 0.5):
         raise UntraceableError
-    return h.plus(-1.0 * _other(x, args, kwargs), r.dtype)
-
-
-def _filled(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
-    if args[0] is not x or r.shape != x.shape:
-        raise UntraceableError
-    value = args[2] if len(args) > 2 else kwargs["value"]
-    return h.filled(value, r.dtype, ~(args[1] if len(args) > 1 else kwargs["mask"]))
-
-
-def _assigned(
-    h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor
-) -> ScoreHistory:
-    if args[0] is not x:
-        raise UntraceableError
-    return h.filled(args[2], r.dtype)
-
-
-def _chosen(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
-    if len(args) != 3 or args[0] is x or r.shape != x.shape:
-        raise UntraceableError
-    return h.filled(args[2], r.dtype, args[0]) if args[1] is x else h.filled(args[1], r.dtype, ~args[0])
-
-
-def _viewed(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
-    return h.viewed(r)
-
-
-def _bent(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
-    return h.bent()
-
-
-def _undropped(
-    h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor
-) -> ScoreHistory:
-    if _dropped(args, kwargs):
-        raise UntraceableError
-    return h
+    return step.history
 
 
 _PRODUCTS = ("matmul", "bmm", "__matmul__", "einsum", "baddbmm")
@@ -470,18 +415,18 @@ _VIEWS = (
     *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "detach"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
 )
-_STEPS: dict[str, _Step] = {
-    **dict.fromkeys(("mul", "mul_", "multiply"), _times),
+_STEPS: dict[str, Callable[[_Step], ScoreHistory]] = {
+    **dict.fromkeys(("mul", "mul_", "multiply"), lambda step: step.history.times(step.other)),
     **dict.fromkeys(("div", "div_", "divide", "true_divide"), _divided),
     **dict.fromkeys(("add", "add_"), _plus),
     **dict.fromkeys(("sub", "sub_", "subtract"), _minus),
     **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
     "__setitem__": _assigned,
-    **dict.fromkeys(_VIEWS, _viewed),
+    **dict.fromkeys(_VIEWS, lambda step: step.history.viewed(step.result)),
     "where": _chosen,
-    "tanh": _bent,
+    "tanh": lambda step: step.history.bent(),
     "dropout": _undropped,
-    "nan_to_num": lambda h, x, args, kwargs, r: h,
+    "nan_to_num": lambda step: step.history,
 }
 FOLLOWED = frozenset((*_PRODUCTS, *_STEPS))
 
@@ -502,10 +447,10 @@ class MergedBlocks:
 
     def mark_output(self, output: Tensor, sums: object = None) -> None:
         """Mark the output of a captured attention."""
-        if is_plain(output):
-            self._tags.mark(output, "output", self._recorder.module)
-        if is_plain(sums):
-            self._tags.mark(sums, "sums", self._recorder.module)
+        with torch._C.DisableTorchFunction():
+            for tensor, kind in ((output, "output"), (sums, "sums")):
+                if is_plain(tensor):
+                    self._tags.mark(tensor, kind, self._recorder.module)
 
     def observe(self, name: str, product: bool, args: Sequence[Any], given: list[Tensor], result: object) -> None:
         """Observe an operation that has run."""
@@ -518,7 +463,7 @@ class MergedBlocks:
         sums = [(t, m) for t in given if (m := self._tags.marked(t, "sums")) is not None]
         outputs = [(t, m) for t in given if (m := self._tags.marked(t, "output")) is not None]
         if name in _WEIGHING and any(t is not s for s, _ in sums for t, _ in outputs):
-            self._recorder.audit.remarks[Remark(outputs[0][1], MERGED)] += 1
+            self._recorder.remark(MERGED, outputs[0][1])
         if product:
             return
         for kind, known in (("sums", sums), ("output", outputs)):

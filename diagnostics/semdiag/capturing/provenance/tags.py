@@ -4,20 +4,30 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from semdiag.capturing.provenance.score_history import ScoreHistory
-from semdiag.capturing.recording import is_plain, lowest
-
-if TYPE_CHECKING:
-    from semdiag.capturing.provenance.weighted_values import WeightedProduct
+from semdiag.capturing.provenance.score_history import ScoreHistory, lowest
+from semdiag.capturing.recording import is_plain
 
 MAY_BE_SWAPPED = "its {} may be swapped: which axes of its scores they are could not be told"
 OWN_KEYS = "each query has keys of its own: it counts as the only query, 0, of a sample of its own"
+
+
+class AxisPiece(NamedTuple):
+    """A part of an axis that comes from one axis of an earlier tensor."""
+
+    origin: int  # number of that tensor; -1 for copies (broadcast) and entries from elsewhere
+    axis: int  # number of its axis
+    size: int  # number of entries
+    step: int  # stride along that axis between neighbouring entries; 0 if entries were selected or reordered
+
+
+Axes = tuple[tuple[AxisPiece, ...], ...]  # pieces of each axis of a tensor, the slowest first
+Given = Sequence[tuple[int, ...]]  # shapes of the first inputs of the running modules, the innermost last
 
 
 @dataclass(frozen=True)
@@ -48,45 +58,40 @@ def _candidates(ndim: int, key: int, queries: set[int]) -> Iterator[AxisRoles]:
     yield from swapped
 
 
-def read_axes(weighted: "WeightedProduct", rows: set[int]) -> tuple[AxisRoles, str | None]:
+def read_axes(
+    shape: torch.Size, key: int, rows: set[int], given: Given, q: Tensor | None, product: Axes | None
+) -> tuple[AxisRoles, str | None]:
     """Assign roles to the axes of scores: samples times queries must match the running module's input."""
-    shape, key = weighted.scores.shape, weighted.key
-    ones = _of_one_entry(shape, key)
+    # An axis of length 1 may be the queries'.
+    ones = {d for d, size in enumerate(shape) if size == 1 and d != key and (d or len(shape) < 4)}
     candidates = [*_candidates(len(shape), key, rows | ones)]
-    fitting = _fitting(candidates, shape, weighted.input_shapes)
+    fitting = _fitting(candidates, shape, given)
     pool = fitting or [r for r in candidates if r.in_order and (r.query in rows or not rows)]
     same = [r for r in pool if r.query is not None and shape[r.query] == shape[key]]
     pool = same or pool
-    if fitting and weighted.history is not None:
-        pool = _split_from_features(pool, weighted.history.q)
+    if fitting and q is not None:
+        pool = _split_from_features(pool, q)
     roles = pool[0]
     if not rows and len(roles.lead) > 2:
         return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
-    if _several_queries(pool, ones) or (not fitting and _guessed(roles, candidates[0], bool(same))):
+    several = (
+        len({min(ones) if r.query in ones else r.query for r in pool}) > 1
+    )  # all axes of length 1 count as one
+    # Heads of one query, or queries with keys of their own; or fewer or more queries than keys.
+    unsure = roles.query is None and len(roles.lead) == 2
+    unsure |= not same and roles.query != candidates[0].query
+    if several or (not fitting and unsure):
         return roles, MAY_BE_SWAPPED.format("queries and heads")
-    if _heads_may_be_samples(weighted, roles, fitting):
-        return roles, MAY_BE_SWAPPED.format("samples and heads")
+    told = fitting and all(r.lead == roles.lead for r in fitting if r.query == roles.query)
+    if len(roles.lead) == 2 and not told:
+        samples = max(1, given[0][0]) if given and given[0] else 1
+        first, second = (shape[d] % samples for d in roles.lead)
+        if (first != 0 and second == 0) or _crossed(product, q, roles.lead):
+            return roles, MAY_BE_SWAPPED.format("samples and heads")
     return roles, None
 
 
-def _of_one_entry(shape: torch.Size, key: int) -> set[int]:
-    """Return the axes of length 1 that may be the queries'."""
-    return {d for d, size in enumerate(shape) if size == 1 and d != key and (d or len(shape) < 4)}
-
-
-def _several_queries(pool: list[AxisRoles], ones: set[int]) -> bool:
-    """Return whether candidates differ in the queries' axis; all axes of length 1 count as one."""
-    return len({min(ones) if r.query in ones else r.query for r in pool}) > 1
-
-
-def _guessed(roles: AxisRoles, usual: AxisRoles, same: bool) -> bool:
-    """Return whether the queries' axis is a guess when no input tells; ``same``: as many queries as keys."""
-    if roles.query is None and len(roles.lead) == 2:  # heads of one query, or queries with keys of their own
-        return True
-    return not same and roles.query != usual.query
-
-
-def read_leading(q: Tensor, keys: int, given: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], str | None]:
+def read_leading(q: Tensor, keys: int, given: Given) -> tuple[tuple[int, ...], str | None]:
     """Assign roles to the axes of queries (…, Lq, D) before the last two."""
     shape = torch.Size((*q.shape[:-1], keys))
     candidates = [*_candidates(len(shape), len(shape) - 1, {len(shape) - 2})]
@@ -95,7 +100,7 @@ def read_leading(q: Tensor, keys: int, given: Sequence[tuple[int, ...]]) -> tupl
     return (fitting or candidates)[0].lead, remark
 
 
-def _fitting(candidates: list[AxisRoles], shape: torch.Size, given: Sequence[tuple[int, ...]]) -> list[AxisRoles]:
+def _fitting(candidates: list[AxisRoles], shape: torch.Size, given: Given) -> list[AxisRoles]:
     """Return the candidates that fit the input of the innermost module that any of them fits."""
     return next((fits for x in reversed(given) if (fits := [r for r in candidates if _fits(r, shape, x)])), [])
 
@@ -117,39 +122,16 @@ def _split_from_features(candidates: list[AxisRoles], q: Tensor) -> list[AxisRol
     return [r for r in candidates if q.shape[r.lead[-1]] > 1 and q.stride(r.lead[-1]) == step] or candidates
 
 
-def _heads_may_be_samples(weighted: "WeightedProduct", roles: AxisRoles, fitting: list[AxisRoles]) -> bool:
-    """Return whether samples and heads may be swapped: no input tells, and sizes or strides are odd."""
-    if len(roles.lead) != 2:
-        return False
-    if fitting and all(r.lead == roles.lead for r in fitting if r.query == roles.query):
-        return False
-    samples = max(1, weighted.input_shapes[0][0]) if weighted.input_shapes and weighted.input_shapes[0] else 1
-    first, second = (weighted.scores.shape[d] % samples for d in roles.lead)
-    return (first != 0 and second == 0) or _crossed(weighted, roles.lead)
-
-
-def _crossed(weighted: "WeightedProduct", lead: tuple[int, ...]) -> bool:
+def _crossed(product: Axes | None, q: Tensor | None, lead: tuple[int, ...]) -> bool:
     """Return whether heads vary more slowly than samples, unlike heads that are split from features."""
-    if weighted.product:
-        far, near = ([p.step for p in weighted.product[d] if p.axis == 0 <= p.origin] for d in lead)
+    if product:
+        far, near = ([p.step for p in product[d] if p.axis == 0 <= p.origin] for d in lead)
         if far and near and max(far) < max(near):
             return True
-    if weighted.history is None or weighted.history.q.ndim != 4:
+    if q is None or q.ndim != 4:
         return False
-    (x, y), (step_x, step_y) = weighted.history.q.shape[:2], weighted.history.q.stride()[:2]
+    (x, y), (step_x, step_y) = q.shape[:2], q.stride()[:2]
     return x > 1 < y and step_x < step_y
-
-
-class AxisPiece(NamedTuple):
-    """A part of an axis that comes from one axis of an earlier tensor."""
-
-    origin: int  # number of that tensor; -1 for copies (broadcast) and entries from elsewhere
-    axis: int  # number of its axis
-    size: int  # number of entries
-    step: int  # stride along that axis between neighbouring entries; 0 if entries were selected or reordered
-
-
-Axes = tuple[tuple[AxisPiece, ...], ...]  # pieces of each axis of a tensor, the slowest first
 
 
 def own_axes(shape: Sequence[int], origin: int) -> Axes:
@@ -195,16 +177,12 @@ def merged(pieces: Sequence[AxisPiece]) -> tuple[AxisPiece, ...]:
 
 def broadcast(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | None:
     """Return the axes after broadcasting to ``result``; None if ``shape`` cannot be broadcast to it."""
-    if len(result) < len(shape):
+    more = len(result) - len(shape)
+    sizes = [*zip((1,) * more + tuple(shape), result, strict=False)]
+    if more < 0 or any(size not in (1, new) for size, new in sizes):
         return None
-    axes = ((),) * (len(result) - len(shape)) + axes
-    sizes = (1,) * (len(result) - len(shape)) + tuple(shape)
-    if any(size not in (1, new) for size, new in zip(sizes, result, strict=True)):
-        return None
-    return tuple(
-        (AxisPiece(-1, i, new, 1),) if size != new else pieces
-        for i, (pieces, size, new) in enumerate(zip(axes, sizes, result, strict=True))
-    )
+    every = enumerate(zip(((),) * more + axes, sizes, strict=True))
+    return tuple((AxisPiece(-1, i, new, 1),) if size != new else x for i, (x, (size, new)) in every)
 
 
 def selected(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | None:
@@ -313,9 +291,7 @@ class Softmax:
 
     def keys_fixed(self, axis: int | None) -> bool | None:
         """Return whether its keys come from parameters alone; None if no product made its scores there."""
-        if self.tag is None or axis is None:
-            return None
-        return self.tag.keys_fixed(axis)
+        return None if self.tag is None or axis is None else self.tag.keys_fixed(axis)
 
     def keys_in(self, axes: Axes) -> bool:
         """Return whether the normalised axis is still among ``axes``, or has length 1."""
@@ -410,14 +386,10 @@ class Tags:
         """Return whether a plain tensor lies in a parameter or a buffer of the model."""
         return _place(tensor) in self._parameters
 
-    def tag_scores(self, tensor: Tensor, tag: Scores) -> None:
-        """Tag a tensor as scores."""
-        self._store(tensor).scores[_geometry(tensor)] = tag
-
-    def derive_scores(self, tensor: Tensor, tag: Scores) -> None:
-        """Tag a tensor as derived from scores, unless it has a better tag."""
+    def tag_scores(self, tensor: Tensor, tag: Scores, derived: bool = False) -> None:
+        """Tag a tensor as scores; one derived from scores may have a better tag already."""
         store, key = self._store(tensor), _geometry(tensor)
-        known = store.scores.get(key)
+        known = store.scores.get(key) if derived else None
         if known is None or (any(known.product.fixed) and not any(tag.product.fixed)):
             store.scores[key] = tag
 
@@ -453,11 +425,7 @@ class Tags:
         return self._writes[address(tensor)]
 
     def written(self, tensor: Tensor, noise: bool, fixed: bool, constant: bool) -> bool:
-        """Note a write to a tensor, which may change all tensors that share its storage.
-
-        ``fixed``: what is written is computed from parameters alone, or is a step of training; ``constant``: from
-        constants alone.
-        """
+        """Note a write of noise, parameters (or a step of training), or constants to a tensor's whole storage."""
         storage = address(tensor)
         self._writes[storage] += 1
         if not fixed and is_plain(tensor) and self.own(tensor):

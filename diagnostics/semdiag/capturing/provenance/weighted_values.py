@@ -1,6 +1,7 @@
 """Turn a softmax whose result was multiplied with values into an attention call."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag.capturing.adapters.fused import swallowing, with_full_rows_read
-from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
-from semdiag.capturing.provenance.score_history import ScoreHistory, scores_alone
-from semdiag.capturing.provenance.tags import Axes, AxisPiece, entries, read_axes
-from semdiag.capturing.recording import lowest, split_mask
+from semdiag.capturing.adapters.fused import with_full_rows_read
+from semdiag.capturing.attention_call import AttentionCall, described, four_axes
+from semdiag.capturing.provenance.score_history import ScoreHistory, lowest, scores_alone, split_mask
+from semdiag.capturing.provenance.tags import Axes, AxisPiece, entries, read_axes, read_leading
 from semdiag.mathematics.planes import unraveled
 
 
@@ -91,10 +91,18 @@ def attention_of(
     weighted: WeightedProduct, shape: torch.Size, other: Tensor, result: Tensor, generator: torch.Generator
 ) -> tuple[AttentionCall, str | None]:
     """Return the attention without module, layer, occurrence and mechanism, which are unknown here."""
-    v, mixed, weights = _upright(weighted, other, result)
+    v, mixed, weights = other, result, weighted.weights  # (…, K, D), (…, M, D) and (…, M, K)
+    if other.ndim == 1:
+        v, mixed = v[:, None], mixed[:, None]
+    elif not weighted.left:
+        v, mixed, weights = v.mT, mixed.mT, None if weights is None else weights.mT
     axes = WeightAxes.of(weighted.axes, shape, weighted.left)
     _check_all_there(weighted, axes)
-    roles, remark = read_axes(weighted, {p.axis for p in axes.rows})
+    history, rows = weighted.history, {p.axis for p in axes.rows}
+    q = None if history is None else history.q
+    roles, remark = read_axes(
+        weighted.scores.shape, weighted.key, rows, weighted.input_shapes, q, weighted.product
+    )
     if any(p.axis == roles.query for p in axes.batch):
         raise UnfollowedError("its queries are spread over two axes of one product")
     order = [*roles.lead] if roles.query is None else [*roles.lead, roles.query]
@@ -108,8 +116,8 @@ def attention_of(
             return _with_sink(weights, s, v, mixed, weighted), remark
         if not _are_of(weights, s, weighted.dropout):
             raise UnfollowedError("its weights were changed between the softmax and the values")
-    history = weighted.history if order == [*range(weighted.key)] and roles.query is not None else None
-    history = None if history is None else history.split(s)
+    usual = history is not None and order == [*range(weighted.key)] and roles.query is not None
+    history = history.split(s) if history is not None and usual else None
     if history is None or not _agrees(history, s, generator):
         history = scores_alone(s, v.shape[:-1])
     elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
@@ -117,16 +125,6 @@ def attention_of(
     history, allowed, full = with_full_rows_read(history, s)
     heads = weighted.heads or (s.shape[1] if s.ndim == 4 else None)
     return history.call(v, mixed, allowed, heads, full), remark
-
-
-def _upright(weighted: WeightedProduct, other: Tensor, result: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return values (…, K, D), result (…, M, D) and weights (…, M, K) or None, with the weights on the left."""
-    weights = weighted.weights
-    if other.ndim == 1:
-        return other[:, None], result[:, None], weights
-    if not weighted.left:
-        return other.mT, result.mT, None if weights is None else weights.mT
-    return other, result, weights
 
 
 def _check_all_there(weighted: WeightedProduct, axes: WeightAxes) -> None:
@@ -201,30 +199,46 @@ def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> boo
     return bool((spread <= (8 * eps + 56 * min(eps, torch.finfo(torch.float32).eps)) * size).all())
 
 
+SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_FLASH = (*SDPA[:3], *SDPA[4:])
+
+
 def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttentionCall | None:
     """Return fused attention from the arguments of its operation; None for an unknown operation."""
     if name != "_scaled_dot_product_flash_attention_for_cpu":
         return None
-    given = dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-    q, k, v = (given[part].detach() for part in ("query", "key", "value"))
-    mask, scale, mixed = given.get("attn_mask"), given.get("scale"), result[0].detach()
+    return sdpa_call(dict(zip(_FLASH, args, strict=False)) | kwargs, result[0], None, ())[0]
+
+
+def sdpa_call(
+    given: dict[str, Any], mixed: Tensor, heads: int | None, shapes: Sequence[tuple[int, ...]]
+) -> tuple[AttentionCall, tuple[int, ...], str | None]:
+    """Return a call by torch's names of arguments; the order of its axes before the queries; a remark, or None."""
+    q, k, v = (given[name].detach() for name in SDPA[:3])
+    mask, causal, first, mixed = given.get("attn_mask"), bool(given.get("is_causal")), 0, mixed.detach()
+    biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
+    if biases is not None and isinstance(mask, biases.CausalBias):
+        causal = True
+        first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
+        mask = None
     allowed, bias, forbidding, full = (None,) * 4 if mask is None else split_mask(mask)
-    lead = mixed.shape[:-2]
-    call = AttentionCall(
-        module="",
-        layer=0,
-        q=four_axes(q),
-        k=four_axes(k),
-        v=four_axes(v),
-        scale=1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale),
-        allowed=None if allowed is None else mask_axes(allowed, lead),
-        queries=None,
-        selected=None,
-        mixed=four_axes(mixed),
-        bias=None if bias is None else mask_axes(bias, lead),
-        causal=bool(given.get("is_causal")),
-        mechanism="scaled_dot_product_attention",
+    order, remark = tuple(range(mixed.ndim - 2)), None
+    if given.get("enable_gqa"):
+        count = math.lcm(k.shape[-3], v.shape[-3])
+        k, v = (x if x.shape[-3] == count else x.repeat_interleave(count // x.shape[-3], -3) for x in (k, v))
+        samples = mixed.shape[:-3] or (1,)  # the first of three axes is the heads'
+        q, k, v, mixed = (x.expand(*samples, *x.shape[-3:]) for x in (q, k, v, mixed))
+    else:
+        lead = mixed.shape[:-2]
+        q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
+        if len(lead) > 2:  # (B, H, windows, L, D) or (B, windows, H, L, D)
+            order, remark = read_leading(q, k.shape[-2], shapes)
+            q, k, v, mixed = (x.permute(*order, -2, -1) for x in (q, k, v, mixed))
+            masks = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (allowed, bias, full))
+            allowed, bias, full = (None if x is None else x.permute(*order, -2, -1) for x in masks)
+    call = described(
+        q, k, v, mixed, scale=given.get("scale"), heads=heads, full=full, fused=True, allowed=allowed, bias=bias,
+        causal=causal, first_query=first, mechanism="scaled_dot_product_attention", forbidding=forbidding,
         dropout=float(given.get("dropout_p") or 0.0),
-        forbidding=forbidding,
-    )
-    return swallowing(call, None if full is None else mask_axes(full, lead), fused=True)
+    )  # fmt: skip
+    return call, order, remark

@@ -6,73 +6,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bounds.block_bounds import Assumption, Bound, query_norm
-from semdiag.mathematics.score_strips import AttentionRows, key_sums
+from semdiag.mathematics.bounds.block_bounds import Assumption, Bound
+from semdiag.mathematics.score_strips import AttentionRows
 from semdiag.mathematics.softmax_stability import positive_separation
 from semdiag.mathematics.spectral_norms import (
     Real,
-    bilinear_form_norm,
     float64,
     log,
     log_one_plus_inverse,
     log_product,
     log_sum,
-    value_output_norm,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
-    """Norms of one attention layer, with one entry per head (or a scalar for a single head).
+    """Norms of one attention layer, with one entry per head (or a scalar for a single head)."""
 
-    Attributes:
-        gamma: Γ_h, see :func:`~semdiag.mathematics.spectral_norms.bilinear_form_norm`.
-        upsilon: Υ_h, see :func:`~semdiag.mathematics.spectral_norms.value_output_norm`.
-        token: Ξ, largest norm of a token at the attention's input.
-        query: Ξ̃, largest norm of the query side, see
-            :func:`~semdiag.mathematics.bounds.block_bounds.query_norm`.
-
-    Example:
-        >>> HeadNorms(gamma=0.5, upsilon=1.0, token=8.0, query=8.0).worst_case_dispersion.item()
-        64.0
-    """
-
-    gamma: Real
-    upsilon: Real
-    token: Real
-    query: Real
+    gamma: Real  # Γ_h, see ``bilinear_form_norm``
+    upsilon: Real  # Υ_h, see ``value_output_norm``
+    token: Real  # Ξ, largest norm of a token at the attention's input
+    query: Real  # Ξ̃, largest norm of the query side, see ``query_norm``
 
     @property
     def log_form_reach(self) -> Tensor:
         """ln(Γ Ξ Ξ̃), an upper bound of |score| (without b_k)."""
         return log(self.gamma) + log(self.token) + log(self.query)
 
-    @property
-    def worst_case_dispersion(self) -> Tensor:
-        """2ΓΞΞ̃, the largest dispersion under these norms (the paper's 2ΓΞ² without biases)."""
-        return 2 * float64(self.gamma) * float64(self.token) * float64(self.query)
-
 
 def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms) -> Bound:
-    """Return λ_A of u ↦ (Σ_j p_ij u_j)_i, from each token's own load.
+    """Return ln λ_A, (...), of u ↦ (Σ_j p_ij u_j)_i, from each token's own load, with the rows' assumptions.
 
     λ_A = max_l [ Σ_{i : l∈S_i} p̄_i + Ξ( ΓΞ min(s_l ξ_l, split_l) + ΓΞ̃ Σ_{i : l∈S_i} ξ_i ) ]:
     token l as value, as query and as key. Ragged rows and global tokens are covered.
 
+    Rows are (..., L), norms (...) or broadcasting to it; ``selected`` is S_i, bool (..., L, L), query by key, for
+    heavy-hitter masks the union S_i ∪ S'_i over all compared inputs. A map that is not square is a ValueError.
+
     Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for
     all rows, see :func:`~semdiag.mathematics.bounds.attention_bounds.paper_attention_map_bound`.
-
-    Args:
-        rows: constants of the rows, shape (..., L).
-        selected: bool, shape (..., L, L), query by key: S_i; for heavy-hitter masks the union S_i ∪ S'_i over all
-        compared inputs.
-        norms: Γ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
-
-    Returns:
-        ln λ_A, shape (...), with the rows' assumptions.
-
-    Raises:
-        ValueError: if the map is not square.
 
     Example:
         >>> import torch
@@ -89,29 +61,21 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
         )
     log_gamma, log_xi = log(norms.gamma), log(norms.token)
     as_query = log_product((log_gamma + 2 * log_xi)[..., None], rows.log_split)
-    as_key = log_product(norms.log_form_reach[..., None], key_sums(rows.log_xi, selected))
-    per_token = log_sum(key_sums(rows.log_weight, selected), as_query, as_key)
+    as_key = log_product(norms.log_form_reach[..., None], _key_sums(rows.log_xi, selected))
+    per_token = log_sum(_key_sums(rows.log_weight, selected), as_query, as_key)
     return Bound(per_token.amax(dim=-1), rows.assumptions, "docs/theory.md#attention-map")
 
 
 def attention_map_bound_from_load(
     rows: AttentionRows, largest_load: Real, norms: HeadNorms, *, heavy_hitter: bool
 ) -> Bound:
-    """Return λ_A from the largest key load alone, without the mask.
+    """Return ln λ_A, shape (...), from the largest key load alone, without the mask.
 
-    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, split_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j and
-    m = 2 for heavy-hitter masks, whose unions can double a load.
+    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, split_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j over
+    everything that is compared, and m = 2 for heavy-hitter masks, whose unions can double a load. Rows (...,
+    queries) and norms as of :func:`attention_map_bound`.
 
     Source: docs/theory.md#attention-map. Deviation: coarser than :func:`attention_map_bound`, never smaller.
-
-    Args:
-        rows: constants of the rows, shape (..., queries).
-        largest_load: l = max_j l_j, a count, over everything that is compared.
-        norms: Γ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
-        heavy_hitter: whether the mask depends on the scores.
-
-    Returns:
-        ln λ_A, shape (...), with the rows' assumptions.
 
     Example:
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows
@@ -130,19 +94,13 @@ def attention_map_bound_from_load(
 
 
 def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
-    """Return λ_M: how far a head's outputs, summed over queries, move per unit of its score form M_h.
+    """Return ln λ_M, (...): how far a head's outputs, summed over queries, move per unit of its score form M_h.
 
     λ_M = Υ_h Ξ² Ξ̃ Σ_i min(s_i ξ_i, row_i). For full attention this is Υ Ξ² Ξ̃ L whatever the dispersion is.
+    Rows (..., queries) and norms as of :func:`attention_map_bound`.
 
     Source: docs/theory.md#form. Deviation: the paper has ΥΞ³L e^δ_s, see
     :func:`~semdiag.mathematics.bounds.attention_bounds.paper_bilinear_form_bound`.
-
-    Args:
-        rows: constants of the rows, shape (..., queries).
-        norms: Υ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
-
-    Returns:
-        ln λ_M, shape (...), with the rows' assumptions.
 
     Example:
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows
@@ -156,65 +114,24 @@ def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
     return Bound(log_form, rows.assumptions, "docs/theory.md#form")
 
 
-def head_norms(
-    query_weight: Tensor,
-    query_bias: Tensor | None,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    output_weight: Tensor,
-    scale: float,
-    token_norm: Real,
-) -> HeadNorms:
-    """Return the norms of every head from its weights.
-
-    Source: paper, Thm 2 (docs/theory.md#norms). Deviation: biases, see :class:`HeadNorms`.
-
-    Args:
-        query_weight: W_q per head, shape (heads, d_head, d).
-        query_bias: b_q per head, shape (heads, d_head), or None.
-        key_weight: W_k per head, shape (heads, d_head, d).
-        value_weight: W_v per head, shape (heads, d_head, d).
-        output_weight: W_o per head, shape (heads, d, d_head).
-        scale: τ / sqrt(d_head).
-        token_norm: Ξ.
-
-    Returns:
-        Γ and Υ of shape (heads,), Ξ and Ξ̃ in the shape of ``token_norm``.
-
-    Example:
-        >>> import torch
-        >>> eye = torch.eye(4)[None]
-        >>> head_norms(eye, None, eye, eye, 2 * eye, 0.5, 3.0).upsilon
-        tensor([2.], dtype=torch.float64)
-    """
-    xi = float64(token_norm)
-    return HeadNorms(
-        gamma=bilinear_form_norm(query_weight, key_weight, query_bias, scale),
-        upsilon=value_output_norm(output_weight, value_weight),
-        token=xi,
-        query=query_norm(xi, query_bias=query_bias is not None),
-    )
+def _key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
+    """Return ln Σ_{i : l ∈ S_i} value_i (..., keys) over the queries that use a key; −∞ if none does."""
+    return torch.where(selected, log_values[..., None], -math.inf).logsumexp(dim=-2)
 
 
 def paper_attention_map_bound(
     dispersion: Real, norms: HeadNorms, load_ratio: Real = 1.0, separation: Real | None = None
 ) -> Bound:
-    """Return the paper's constant of the attention map in its input.
+    """Return ln λ_A, the paper's constant of the attention map in its input, in the broadcast shape.
 
     Full attention (β = 1) and fixed masks: e^δ [β + ΓΞ²(1 + β)];
-    heavy-hitter masks: e^δ_h [β + 2ΓΞ²(1 + β)(1 + 1/Δ_h)].
+    heavy-hitter masks: e^δ_h [β + 2ΓΞ²(1 + β)(1 + 1/Δ_h)], +inf where Δ_h ≤ 0.
+
+    δ is the largest over the queries and Δ_h the smallest (or percentiles), in nats, None for masks that ignore
+    the scores; β = max_j l_j / k.
 
     Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none;
     its ξ is not an ℓ1 constant everywhere (docs/theory.md#where-the-paper-form-fails).
-
-    Args:
-        dispersion: δ in nats, the largest over the queries (or a percentile).
-        norms: Γ and Ξ.
-        load_ratio: β = max_j l_j / k; 1 for full attention.
-        separation: Δ_h in nats, the smallest over the queries; None for masks that ignore the scores.
-
-    Returns:
-        ln λ_A, in the broadcast shape; +inf where Δ_h ≤ 0.
 
     Example:
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=1.0, query=1.0)
@@ -231,20 +148,12 @@ def paper_attention_map_bound(
 def paper_bilinear_form_bound(
     dispersion: Real, norms: HeadNorms, tokens: Real, separation: Real | None = None
 ) -> Bound:
-    """Return the paper's constant of the attention outputs in W, the score form.
+    """Return ln λ_W, the paper's constant of the attention outputs in W, the score form.
 
-    Full attention and fixed masks: ΥΞ³L e^δ; heavy-hitter masks: 2ΥΞ³L e^δ_h (1 + 1/Δ_h).
+    Full attention and fixed masks: ΥΞ³L e^δ; heavy-hitter masks: 2ΥΞ³L e^δ_h (1 + 1/Δ_h), +inf where Δ_h ≤ 0.
+    Arguments as of :func:`paper_attention_map_bound`; ``tokens`` is L.
 
     Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none.
-
-    Args:
-        dispersion: δ in nats, the largest over the queries (or a percentile).
-        norms: Υ and Ξ.
-        tokens: number of tokens L.
-        separation: Δ_h in nats, the smallest over the queries; None for masks that ignore the scores.
-
-    Returns:
-        ln λ_W, in the broadcast shape; +inf where Δ_h ≤ 0.
 
     Example:
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
 from semdiag.mathematics.spectral_norms import Real, float64, log, log_one_plus, log_product, log_root_sum_squares
 
-# Largest |σ'| over the reals, rounded up in the last digit.
+# λ_σ = max |σ'| over the reals, rounded up in the last digit: docs/theory.md#layer-constants
 ACTIVATION_LIPSCHITZ = {
     "relu": 1.0,
     "gelu": 1.12891,  # exact (erf): Φ(√2) + √2 φ(√2), at x = √2
@@ -18,89 +17,10 @@ ACTIVATION_LIPSCHITZ = {
 }
 
 
-def activation_lipschitz(name: str) -> float:
-    """Return λ_σ, the Lipschitz constant of an activation.
-
-    Source: docs/theory.md#layer-constants. Deviation: none.
-
-    Args:
-        name: a key of :data:`ACTIVATION_LIPSCHITZ`.
-
-    Returns:
-        max |σ'|, rounded up.
-
-    Raises:
-        ValueError: if the activation is not known.
-
-    Example:
-        >>> activation_lipschitz("relu")
-        1.0
-    """
-    if name not in ACTIVATION_LIPSCHITZ:
-        near = get_close_matches(name, ACTIVATION_LIPSCHITZ, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(ACTIVATION_LIPSCHITZ)
-        raise ValueError(f"The Lipschitz constant of activation {name!r} is not known.{hint} Known: {known}.")
-    return ACTIVATION_LIPSCHITZ[name]
-
-
-def split_rows(weight: Tensor, heads: int) -> Tensor:
-    """Return each head's rows of a stacked W_q, W_k or W_v, or entries of its bias.
-
-    Source: docs/theory.md#attention-call. Deviation: none.
-
-    Args:
-        weight: shape (heads · d_head, d), or (heads · d_head,) for a bias.
-        heads: number of heads.
-
-    Returns:
-        Shape (heads, d_head, d), or (heads, d_head).
-
-    Raises:
-        ValueError: if the rows cannot be shared equally.
-
-    Example:
-        >>> split_rows(torch.zeros(6, 4), heads=2).shape
-        torch.Size([2, 3, 4])
-    """
-    if weight.shape[0] % heads:
-        raise ValueError(f"{weight.shape[0]} rows cannot be shared among {heads} heads.")
-    return weight.reshape(heads, weight.shape[0] // heads, *weight.shape[1:])
-
-
-def split_columns(weight: Tensor, heads: int) -> Tensor:
-    """Return each head's columns of W_o, which mixes the heads' outputs.
-
-    Source: docs/theory.md#attention-call. Deviation: none.
-
-    Args:
-        weight: W_o, shape (d, heads · d_head).
-        heads: number of heads.
-
-    Returns:
-        Shape (heads, d, d_head).
-
-    Raises:
-        ValueError: if the columns cannot be shared equally.
-
-    Example:
-        >>> split_columns(torch.zeros(4, 6), heads=2).shape
-        torch.Size([2, 4, 3])
-    """
-    return split_rows(weight.T, heads).mT
-
-
 def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
-    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without.
+    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without; float64.
 
     Source: docs/theory.md#norms. Deviation: the paper has no biases.
-
-    Args:
-        token_norm: Ξ, largest norm of a token at the attention's input.
-        query_bias: whether the query projection has a bias.
-
-    Returns:
-        Ξ̃, same shape, float64.
 
     Example:
         >>> query_norm(3.0, query_bias=False).item()
@@ -113,21 +33,13 @@ def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
 
 
 def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Tensor:
-    """Return λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖.
+    """Return λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖, float64 (...).
 
-    λ_LN = max|gain| / min s, with s = sqrt(var + eps) of the tokens before the normalisation.
+    λ_LN = max|gain| / min s, with s = sqrt(var + eps) of the tokens (..., tokens) before the normalisation, both
+    inputs of a comparison included. A ValueError says that there is no token, or that one has s ≤ 0 (constant
+    entries and eps = 0).
 
     Source: docs/theory.md#normalisation (Dunkl–Williams). Deviation: the paper takes λ_LN as given.
-
-    Args:
-        token_std: s of every observed token, shape (..., tokens), positive; both inputs of a comparison included.
-        gain: affine weight of the normalisation, or None.
-
-    Returns:
-        The constant, shape (...), float64.
-
-    Raises:
-        ValueError: if there is no token, or a token has s ≤ 0 (constant entries and eps = 0).
 
     Example:
         >>> normalisation_lipschitz(torch.tensor([0.5, 2.0])).item()
@@ -145,19 +57,14 @@ def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Te
 class Assumption:
     """An assumption of a bound, with the measurements that decide it.
 
-    Attributes:
-        statement: the assumption in words, as a report prints it.
-        measured: numbers that decide it, by name (for instance the smallest separation).
-        holds: whether the measured values meet the assumption.
-
     Example:
         >>> print(Assumption("separation is positive", {"smallest": -0.5}, holds=False))
         assumption not met: separation is positive (smallest = -0.5)
     """
 
-    statement: str
-    measured: Mapping[str, float]
-    holds: bool
+    statement: str  # the assumption in words, as a report prints it
+    measured: Mapping[str, float]  # numbers that decide it, by name (for instance the smallest separation)
+    holds: bool  # whether the measured values meet the assumption
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{name} = {value:.4g}" for name, value in self.measured.items())
@@ -172,12 +79,6 @@ class Bound:
     A bound whose assumption fails is still returned: its value is +inf if the failure leaves no guarantee (a
     separation ≤ 0), else the formula's value; :attr:`unmet` says why not to rely on it.
 
-    Attributes:
-        log_value: ln of the bound, float64, any shape (a scalar, or one value per query, head, …);
-            −inf stands for the constant 0, +inf for no guarantee.
-        assumptions: all assumptions that were checked, in order.
-        source: equation of the paper or section of docs/theory.md.
-
     Example:
         >>> import torch
         >>> bound = Bound(torch.tensor([0.0, 2.0]), (Assumption("k is the same", {}, holds=True),), "Thm 5")
@@ -185,9 +86,9 @@ class Bound:
         (2.0, True)
     """
 
-    log_value: Tensor
-    assumptions: tuple[Assumption, ...]
-    source: str
+    log_value: Tensor  # ln of the bound, float64, any shape; −inf stands for the constant 0, +inf for no guarantee
+    assumptions: tuple[Assumption, ...]  # all assumptions that were checked, in order
+    source: str  # equation of the paper or section of docs/theory.md
 
     @property
     def unmet(self) -> tuple[Assumption, ...]:
@@ -210,133 +111,82 @@ class Bound:
 
 
 def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
-    """Return the assumptions of several bounds as one tuple, each once.
-
-    Args:
-        groups: assumptions of each part.
-
-    Returns:
-        All assumptions in order of first appearance, without repetitions.
-
-    Example:
-        >>> a, b = Assumption("a", {}, holds=True), Assumption("b", {}, holds=True)
-        >>> [m.statement for m in merged([(a, b), (a,)])]
-        ['a', 'b']
-    """
+    """Return the assumptions of several bounds in order of first appearance, each once."""
     kept: list[Assumption] = []
     for group in groups:
         kept.extend(a for a in group if a not in kept)
     return tuple(kept)
 
 
-ATTENTION_PARAMETERS = ("W_q", "W_k", "b_k", "W_v", "b_v", "W_o", "b_o")
-MLP_PARAMETERS = ("W_P", "b_P", "W_R", "b_R")
+_MLP_PARAMETERS = {"W_P", "b_P", "W_R", "b_R"}
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionConstants:
-    """The attention of a block as the bounds see it; tensors of shape (..., heads).
+    """The attention of a block as the bounds see it; tensors of shape (..., heads)."""
 
-    Attributes:
-        log_map: ln λ_A per head, from :func:`~semdiag.mathematics.bounds.attention_bounds.attention_map_bound`.
-        log_form: ln λ_M per head, from :func:`~semdiag.mathematics.bounds.attention_bounds.bilinear_form_bound`.
-        upsilon: Υ_h per head.
-        query_weight: ‖[W_q b_q]‖₂ per head.
-        key_weight: ‖W_k‖₂ per head.
-        value_weight: ‖W_v‖₂ per head.
-        value_bias: ‖b_v‖ per head, 0 without bias.
-        output_weight: ‖W_o‖₂ of the whole matrix, shape (...).
-        score_scale: τ / sqrt(d_head).
-        token_norm: Ξ, shape (...).
-    """
-
-    log_map: Tensor
-    log_form: Tensor
-    upsilon: Tensor
-    query_weight: Tensor
-    key_weight: Tensor
-    value_weight: Tensor
-    value_bias: Tensor
-    output_weight: Real
-    score_scale: float
-    token_norm: Real
+    log_map: Tensor  # ln λ_A per head, from ``attention_map_bound``
+    log_form: Tensor  # ln λ_M per head, from ``bilinear_form_bound``
+    upsilon: Tensor  # Υ_h per head
+    query_weight: Tensor  # ‖[W_q b_q]‖₂ per head
+    key_weight: Tensor  # ‖W_k‖₂ per head
+    value_weight: Tensor  # ‖W_v‖₂ per head
+    value_bias: Tensor  # ‖b_v‖ per head, 0 without bias
+    output_weight: Real  # ‖W_o‖₂ of the whole matrix, shape (...)
+    score_scale: float  # τ / sqrt(d_head)
+    token_norm: Real  # Ξ, shape (...)
 
 
 @dataclass(frozen=True, eq=False)
 class MlpConstants:
-    """The MLP W_R σ(W_P y + b_P) + b_R of a block.
+    """The MLP W_R σ(W_P y + b_P) + b_R of a block."""
 
-    Attributes:
-        weight_in: B_P = ‖W_P‖₂.
-        weight_out: B_R = ‖W_R‖₂.
-        activation: λ_σ, see :func:`~semdiag.mathematics.bounds.block_bounds.activation_lipschitz`.
-        token_norm: Ξ_P, largest norm of a token at the MLP's input (after the normalisation of a pre-norm block).
-        hidden_norm: largest norm of a token's hidden units, max_i ‖σ(W_P y_i + b_P)‖.
-    """
-
-    weight_in: Real
-    weight_out: Real
-    activation: float
+    weight_in: Real  # B_P = ‖W_P‖₂
+    weight_out: Real  # B_R = ‖W_R‖₂
+    activation: float  # λ_σ, see ``ACTIVATION_LIPSCHITZ``
+    # Ξ_P, largest norm of a token at the MLP's input (after the normalisation of a pre-norm block)
     token_norm: Real
-    hidden_norm: Real
+    hidden_norm: Real  # largest norm of a token's hidden units, max_i ‖σ(W_P y_i + b_P)‖
 
 
 @dataclass(frozen=True, eq=False)
 class BlockConstants:
-    """A block: attention, MLP, two residual connections and two normalisations.
+    """A block: attention, MLP, two residual connections and two normalisations."""
 
-    Attributes:
-        attention: constants of the attention.
-        mlp: constants of the MLP.
-        tokens: L, number of tokens that are not padding.
-        attention_norm: λ_LN1 of the normalisation before (pre-norm) or after (post-norm) the attention.
-        mlp_norm: λ_LN2 of the MLP's normalisation, before or after it.
-        pre_norm: Y = U + Attn(LN U), Z = Y + MLP(LN Y) if true; Y = LN(U + Attn U), Z = LN(Y + MLP Y) if not.
-        assumptions: assumptions of λ_A and λ_M.
-    """
-
-    attention: AttentionConstants
-    mlp: MlpConstants
-    tokens: Real
-    attention_norm: Real
-    mlp_norm: Real
-    pre_norm: bool
-    assumptions: tuple[Assumption, ...] = ()
+    attention: AttentionConstants  # constants of the attention
+    mlp: MlpConstants  # constants of the MLP
+    tokens: Real  # L, number of tokens that are not padding
+    attention_norm: Real  # λ_LN1 of the normalisation before (pre-norm) or after (post-norm) the attention
+    mlp_norm: Real  # λ_LN2 of the MLP's normalisation, before or after it
+    pre_norm: bool  # Y = U + Attn(LN U), Z = Y + MLP(LN Y) if true; Y = LN(U + Attn U), Z = LN(Y + MLP Y) if not
+    assumptions: tuple[Assumption, ...] = ()  # assumptions of λ_A and λ_M
 
 
 def log_input_constant(block: BlockConstants) -> Tensor:
-    """Return the constant λ_X: how far the block's output moves per unit of its input.
+    """Return ln λ_X, float64 (...): how far the block's output moves per unit of its input.
 
     Pre-norm: (1 + B_R B_P λ_σ λ_LN2)(1 + λ_LN1 Σ_h Υ_h λ_A,h);
     post-norm: λ_LN2 (1 + B_R B_P λ_σ) · λ_LN1 (1 + Σ_h Υ_h λ_A,h).
 
     Source: paper, Thm 2, which is post-norm (docs/theory.md#block). Deviation: pre-norm and several heads.
-
-    Args:
-        block: constants of the block.
-
-    Returns:
-        ln λ_X, shape (...), float64.
     """
     attention = block.attention
     log_heads = torch.logsumexp(log_product(log(attention.upsilon), attention.log_map), dim=-1)
-    return log_product(_log_attention_residual(block, log_heads), _log_mlp_residual(block))
+    log_norm = log(block.attention_norm)
+    log_residual = (
+        log_one_plus(log_product(log_norm, log_heads)) if block.pre_norm else log_norm + log_one_plus(log_heads)
+    )
+    return log_product(log_residual, _log_mlp_residual(block))
 
 
 def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return each parameter tensor's constant: how far the block's output moves per unit of that tensor.
+    """Return ln λ (...) of each parameter tensor by name: how far the block's output moves per unit of it.
 
-    Heads are combined by the root of the sum of squares, as one tensor holds all of them.
+    Heads are combined by the root of the sum of squares, as one tensor holds all of them. W_q has b_q as its last
+    column; b_k has −∞: it cancels.
 
     Source: docs/theory.md#parameters. Deviation: the paper has the four matrices of
     :func:`log_paper_parameter_constants` and no biases.
-
-    Args:
-        block: constants of the block.
-
-    Returns:
-        ln λ of shape (...) by name: W_q (with b_q as its last column), W_k, b_k (−∞: it cancels),
-        W_v, b_v, W_o, b_o, W_P, b_P, W_R, b_R.
     """
     a = block.attention
     log_tokens, log_scale = log(block.tokens), log(a.score_scale)
@@ -356,18 +206,12 @@ def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return the constants of the four matrices in the paper's Theorem 2: W, V, P and R.
+    """Return ln λ (...) of the four matrices in the paper's Theorem 2 by name: W, V, W_P and W_R.
 
-    W is the score form M_h, V the value-output map of a head; their constants are λ_M,h and LΞ,
-    heads combined by the root of the sum of squares.
+    W is the score form M_h, V the value-output map of a head; their constants are λ_M,h and LΞ, heads combined by
+    the root of the sum of squares. For the paper's form the block holds the paper's λ_A and λ_W.
 
     Source: paper, Thm 2 (docs/theory.md#parameters). Deviation: none for one head.
-
-    Args:
-        block: constants of the block, with the paper's λ_A and λ_W in ``attention`` for the paper's form.
-
-    Returns:
-        ln λ of shape (...) by name: W, V, W_P, W_R.
     """
     a = block.attention
     heads = float64(a.log_form).shape[-1]
@@ -393,19 +237,12 @@ def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Tensor]:
     """Propagate constants from the output of the attention or the MLP to the block's output."""
-    mlp_names = set(MLP_PARAMETERS)
     after_mlp = float64(0.0) if block.pre_norm else log(block.mlp_norm)
     after_attention = _log_mlp_residual(block) + (0.0 if block.pre_norm else log(block.attention_norm))
     return {
-        name: log_product(value, after_mlp if name in mlp_names else after_attention)
+        name: log_product(value, after_mlp if name in _MLP_PARAMETERS else after_attention)
         for name, value in inside.items()
     }
-
-
-def _log_attention_residual(block: BlockConstants, log_heads: Tensor) -> Tensor:
-    """Return the Lipschitz constant of Y in U; ``log_heads`` is ln Σ_h Υ_h λ_A,h."""
-    log_norm = log(block.attention_norm)
-    return log_one_plus(log_product(log_norm, log_heads)) if block.pre_norm else log_norm + log_one_plus(log_heads)
 
 
 def _log_mlp_residual(block: BlockConstants) -> Tensor:

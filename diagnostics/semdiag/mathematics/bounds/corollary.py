@@ -16,21 +16,15 @@ from semdiag.mathematics.spectral_norms import Real, float64, log, log_one_plus_
 class Condition:
     """A condition "left side < threshold", with its assumptions.
 
-    Attributes:
-        left_side: float64, any shape (one entry per percentile); +inf if an assumption leaves no value.
-        threshold: 1 for the paper's conditions, 0 for differences of logarithms.
-        assumptions: assumptions that were checked.
-        source: equation of the paper or section of docs/theory.md.
-
     Example:
         >>> Condition(float64([0.97, 1.2]), 1.0, (), "eq. 304").met
         tensor([ True, False])
     """
 
-    left_side: Tensor
-    threshold: float
-    assumptions: tuple[Assumption, ...]
-    source: str
+    left_side: Tensor  # float64, any shape (one entry per percentile); +inf if an assumption leaves no value
+    threshold: float  # 1 for the paper's conditions, 0 for differences of logarithms
+    assumptions: tuple[Assumption, ...]  # assumptions that were checked
+    source: str  # equation of the paper or section of docs/theory.md
 
     @property
     def met(self) -> Tensor:
@@ -44,20 +38,13 @@ class Condition:
 
 
 def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, masked_separation: Real) -> Condition:
-    """Return the paper's condition for a better guarantee in the parameters W.
+    """Return the paper's condition for a better guarantee in the parameters W, against 1.
 
-    δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1.
+    δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1; the left side is +inf where δ_s = 0 or Δ_h ≤ 0. δ_s of the full model
+    and δ_h of the heavy-hitter model are at the same percentiles, Δ_h at the mirrored ones (100 − p), all in nats.
 
     Source: paper, Cor. 1, eq. 304 (docs/theory.md#corollary). Deviation: none; percentiles of
     different queries are combined, a heuristic.
-
-    Args:
-        full_dispersion: δ_s of the full model in nats, per percentile.
-        masked_dispersion: δ_h of the heavy-hitter model, at the same percentiles.
-        masked_separation: Δ_h of the heavy-hitter model in nats, at the mirrored percentiles (100 − p).
-
-    Returns:
-        Left side against 1; +inf where δ_s = 0 or Δ_h ≤ 0.
 
     Example:
         >>> paper_weight_condition(8.61, 3.51, 0.016).left_side.item()
@@ -76,17 +63,11 @@ def paper_input_condition(
 
     δ_h/δ_s + (1/δ_s) [ ln(δ_s (1 + β)(1 + 1/Δ_h) + β) − ln(1 + δ_s) ] < 1.
 
+    Arguments and result as of :func:`paper_weight_condition`; ``load_ratio`` is β, key load over k, at the same
+    percentiles.
+
     Source: paper, Cor. 1, eq. 305 (docs/theory.md#corollary). Deviation: none; percentiles of
     different queries are combined, a heuristic.
-
-    Args:
-        full_dispersion: δ_s of the full model in nats, per percentile.
-        masked_dispersion: δ_h of the heavy-hitter model, at the same percentiles.
-        masked_separation: Δ_h of the heavy-hitter model in nats, at the mirrored percentiles (100 − p).
-        load_ratio: β, key load over k, at the same percentiles.
-
-    Returns:
-        Left side against 1; +inf where δ_s = 0 or Δ_h ≤ 0.
 
     Example:
         >>> paper_input_condition(8.61, 3.51, 0.016, 1 / 5).left_side.item()
@@ -104,16 +85,9 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
 
     δ_f/δ_s + (1/δ_s) [ ln(δ_s (1 + β)/2 + β) − ln(1 + δ_s) ] < 1. In the worst case δ_f = δ_s it
     holds only for β < 1, impossible for a mask with as many queries as keys. Its weight condition is δ_f/δ_s < 1.
+    Arguments and result as of :func:`paper_input_condition`, with δ_f for δ_h and the largest load for β.
 
     Source: paper, Thm 4 (docs/theory.md#fixed-mask-control). Deviation: written like eq. 305 for comparison.
-
-    Args:
-        full_dispersion: δ_s of the full model in nats.
-        masked_dispersion: δ_f of the fixed-mask model; δ_s itself for the worst case.
-        load_ratio: β, largest key load over k.
-
-    Returns:
-        Left side against 1; +inf where δ_s = 0.
 
     Example:
         >>> paper_fixed_mask_control(8.0, 8.0, 1.0).left_side.item()
@@ -129,18 +103,12 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
 def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) -> Condition:
     """Return the sound comparison in the parameters W, for equal norms: Σ_i min(s_i ξ_i, row_i) of mask and full.
 
-    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L. Never negative for k ≥ 2: the worst-case W-guarantee of a
-    heavy-hitter mask is never better than that of full attention, nor is a fixed mask's.
+    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L against 0, (...), from rows (..., queries). Never negative for k ≥ 2:
+    the worst-case W-guarantee of a heavy-hitter mask is never better than that of full attention, nor is a fixed
+    mask's.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 304, whose full constant grows
     with e^δ_s.
-
-    Args:
-        masked_rows: constants of the masked model's rows, shape (..., queries).
-        full_rows: constants of the full model's rows, shape (..., queries).
-
-    Returns:
-        The margin against 0, shape (...).
 
     Example:
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows, heavy_hitter_rows
@@ -154,17 +122,9 @@ def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) ->
 
 
 def sound_input_margin(masked_map: Bound, full_map: Bound) -> Condition:
-    """Return the sound comparison in the inputs X: ln λ_A of the masked minus ln λ_A of the full model.
+    """Return the sound comparison in the inputs X, against 0: ln λ_A of the masked minus ln λ_A of the full model.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 305; each model keeps its own Γ, Ξ and β.
-
-    Args:
-        masked_map: λ_A of the masked model, see
-            :func:`~semdiag.mathematics.bounds.attention_bounds.attention_map_bound`.
-        full_map: λ_A of the full model.
-
-    Returns:
-        The margin against 0, in the broadcast shape.
 
     Example:
         >>> masked, full = Bound(log(6.0), (), "a"), Bound(log(12.0), (), "b")

@@ -14,7 +14,6 @@ from semdiag.mathematics.bounds.block_bounds import (
     log_input_constant,
     log_paper_parameter_constants,
     log_parameter_constants,
-    merged,
 )
 from semdiag.mathematics.spectral_norms import (
     Real,
@@ -36,19 +35,12 @@ ONE_PARAMETER_VECTOR = Assumption(
 
 @dataclass(frozen=True, eq=False)
 class Readout:
-    """Pooling, linear head and loss on top of the last block.
+    """Pooling, linear head and loss on top of the last block."""
 
-    Attributes:
-        head_weight: ‖Φ‖₂.
-        pooled_norm: largest norm of a pooled token.
-        pooling: weight of each token in the pooled token: 1/L for the mean, 1 for a CLS token.
-        loss: Lipschitz constant of the loss in the logits: √2 for cross-entropy.
-    """
-
-    head_weight: Real
-    pooled_norm: Real
-    pooling: Real
-    loss: Real = CROSS_ENTROPY_LIPSCHITZ
+    head_weight: Real  # ‖Φ‖₂
+    pooled_norm: Real  # largest norm of a pooled token
+    pooling: Real  # weight of each token in the pooled token: 1/L for the mean, 1 for a CLS token
+    loss: Real = CROSS_ENTROPY_LIPSCHITZ  # Lipschitz constant of the loss in the logits: √2 for cross-entropy
 
     @property
     def log_token_constant(self) -> Tensor:
@@ -59,16 +51,10 @@ class Readout:
 def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the gradient of cross-entropy in the logits, softmax − one-hot: of norm ≤ √2, and small once learned.
 
-    1 − p of the label is summed over the other classes, for precision.
+    Logits (..., classes) and int64 labels (...) give float64 (..., classes). 1 − p of the label is summed over the
+    other classes, for precision.
 
     Source: docs/theory.md#local-form. Deviation: the paper takes √2 for its norm.
-
-    Args:
-        logits: shape (..., classes).
-        labels: int64, shape (...).
-
-    Returns:
-        The residual, shape (..., classes), float64.
 
     Example:
         >>> loss_residual(torch.tensor([[0.0, 0.0], [40.0, 0.0]]), torch.tensor([0, 0]))
@@ -80,18 +66,12 @@ def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
-    """Return ln of the change of the embedded sequence per unit (Frobenius) of the embedding table.
+    """Return ln of the change of the embedded sequence per unit (Frobenius) of the embedding table, float64 (...).
 
-    scale · sqrt(Σ_v count_v²): a sequence of one repeated token moves most.
+    scale · sqrt(Σ_v count_v²), of the number of occurrences of each token id (..., vocabulary): a sequence of one
+    repeated token moves most. The scale is sqrt(d) in the paper's code.
 
     Source: docs/theory.md#embedding. Deviation: the paper does not train an embedding in Thm 2.
-
-    Args:
-        counts: number of occurrences of each token id in the sequence, shape (..., vocabulary).
-        scale: factor on the embedding (sqrt(d) in the paper's code).
-
-    Returns:
-        ln of the constant, shape (...), float64.
 
     Example:
         >>> log_embedding_constant(torch.tensor([3, 4]), scale=2.0).exp()
@@ -103,20 +83,12 @@ def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
 def log_parameter_bounds(
     blocks: Sequence[BlockConstants], readout: Readout, log_embedding: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the constants λ_g of the loss in each parameter tensor g of the network.
+    """Return ln of the constants λ_g (...) of the loss in each parameter tensor g of the network, by name.
 
-    λ_g = √2 ‖Φ‖₂ · pooling · Π_{s>t} λ_X^(s) · λ_g^(t) for a tensor of block t; √2·max‖pooled‖ and √2 for the
-    head's weight and bias; the embedding passes through all blocks.
+    λ_g = √2 ‖Φ‖₂ · pooling · Π_{s>t} λ_X^(s) · λ_g^(t) for a tensor of block t ("block 0 W_q", …); √2·max‖pooled‖
+    and √2 for "head weight" and "head bias"; "embedding", if its constant is given, passes through all blocks.
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: every tensor and bias, not only W, V, P, R.
-
-    Args:
-        blocks: constants of the blocks, first to last.
-        readout: constants of pooling, head and loss.
-        log_embedding: ln of the embedding's constant, or None if it is not trained.
-
-    Returns:
-        ln λ_g, shape (...), by name: "embedding", "block 0 W_q", …, "head weight", "head bias".
     """
     named = _through_network(blocks, [log_parameter_constants(block) for block in blocks], readout)
     if log_embedding is not None:
@@ -128,36 +100,22 @@ def log_parameter_bounds(
 
 
 def log_paper_parameter_bounds(blocks: Sequence[BlockConstants], readout: Readout) -> dict[str, Tensor]:
-    """Return the constants λ_g of the loss in the matrices of the paper's Theorem 2.
+    """Return ln of the constants λ_g of the loss in the matrices of the paper's Theorem 2, by name.
 
-    Source: paper, Thm 2 (docs/theory.md#network). Deviation: none, if the blocks hold the paper's
-    λ_A and λ_W.
+    Blocks and readout as of :func:`log_parameter_bounds`; names are "block 0 W", "block 0 V", "block 0 W_P", ….
 
-    Args:
-        blocks: constants of the blocks, first to last.
-        readout: constants of pooling, head and loss.
-
-    Returns:
-        ln λ_g, shape (...), by name: "block 0 W", "block 0 V", "block 0 W_P", "block 0 W_R", …
+    Source: paper, Thm 2 (docs/theory.md#network). Deviation: none, if the blocks hold the paper's λ_A and λ_W.
     """
     return _through_network(blocks, [log_paper_parameter_constants(block) for block in blocks], readout)
 
 
 def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assumption] = ()) -> Bound:
-    """Return λ_L = sqrt(Σ_g λ_g²), against the Euclidean norm of all parameters at once.
+    """Return λ_L = sqrt(Σ_g λ_g²), against the Euclidean norm of all parameters at once, in the broadcast shape.
+
+    It holds only for the inputs and parameters over which the constants of :func:`log_parameter_bounds` were
+    measured. Without a parameter there is a ValueError.
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: none.
-
-    Args:
-        log_parameters: ln λ_g by name, from :func:`log_parameter_bounds`.
-        assumptions: assumptions of the constants, from :func:`network_assumptions`.
-
-    Returns:
-        ln λ_L, in the broadcast shape. The bound holds only for the inputs and parameters over which the constants
-        were measured.
-
-    Raises:
-        ValueError: if there is no parameter.
 
     Example:
         >>> print(network_bound({"a": log(3.0), "b": log(4.0)}).log_value.exp())
@@ -167,20 +125,6 @@ def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assum
         raise ValueError("A network without parameters has no Lipschitz constant in them.")
     stacked = torch.stack(broadcast(*log_parameters.values()))
     return Bound(log_root_sum_squares(stacked, dim=0), tuple(assumptions), "paper, Thm 2")
-
-
-def network_assumptions(blocks: Sequence[BlockConstants]) -> tuple[Assumption, ...]:
-    """Return the assumptions of the blocks' constants, each once.
-
-    Source: docs/theory.md#scope. Deviation: none.
-
-    Args:
-        blocks: constants of the blocks.
-
-    Returns:
-        The assumptions in order of the blocks.
-    """
-    return merged(block.assumptions for block in blocks)
 
 
 def _through_network(
@@ -203,17 +147,6 @@ _EPS = torch.finfo(torch.float64).eps
 class AttentionAtPoint:
     """The attention on one input; heads come first, d is the width of a token, D that of a head.
 
-    Attributes:
-        weights: p, (H, L, L), query by key; 0 where a key is masked, rows of padded queries 0.
-        queries: W_q u + b_q, (H, L, D).
-        keys: W_k u + b_k, (H, L, D).
-        values: W_v u + b_v, (H, L, D).
-        query_weight: W_q, (H, D, d).
-        key_weight: W_k, (H, D, d).
-        value_weight: W_v, (H, D, d).
-        output_weight: W_o of each head, (H, d, D).
-        scale: τ / sqrt(d_head).
-
     Example:
         >>> eye, ones = torch.eye(2)[None].double(), torch.ones(1, 2, 2).double()
         >>> at = AttentionAtPoint(ones / 2, 0 * ones, 0 * ones, eye, eye, eye, eye, eye, 1.0)
@@ -225,29 +158,23 @@ class AttentionAtPoint:
                 [0.0000, 0.5000]], dtype=torch.float64)
     """
 
-    weights: Tensor
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    query_weight: Tensor
-    key_weight: Tensor
-    value_weight: Tensor
-    output_weight: Tensor
-    scale: float
+    weights: Tensor  # p, (H, L, L), query by key; 0 where a key is masked, rows of padded queries 0
+    queries: Tensor  # W_q u + b_q, (H, L, D)
+    keys: Tensor  # W_k u + b_k, (H, L, D)
+    values: Tensor  # W_v u + b_v, (H, L, D)
+    query_weight: Tensor  # W_q, (H, D, d)
+    key_weight: Tensor  # W_k, (H, D, d)
+    value_weight: Tensor  # W_v, (H, D, d)
+    output_weight: Tensor  # W_o of each head, (H, d, D)
+    scale: float  # τ / sqrt(d_head)
 
 
 def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return each query's covariance of the keys' vectors, Cov_{p_i}(x, y) = Σ_j p_ij (x_j − x̄_i) y_jᵀ.
 
+    p (..., queries, keys), rows of sum 1 or 0, x (..., keys, m) and y (..., keys, n) give (..., queries, m, n).
+
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        weights: p, (..., queries, keys), rows of sum 1 or 0.
-        left: x, (..., keys, m).
-        right: y, (..., keys, n).
-
-    Returns:
-        (..., queries, m, n).
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -262,18 +189,12 @@ def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def attention_reach(at: AttentionAtPoint) -> Tensor:
-    """Bound ‖∂(Σ_h W_o mixed_i)/∂u_l‖₂ for each query i and token l, for a fixed mask, in closed form.
+    """Bound ‖∂(Σ_h W_o mixed_i)/∂u_l‖₂ for each query i and token l, (L, L), for a fixed mask, in closed form.
 
     Σ_h [ p_il ‖W_oW_v‖ + s p_il ‖W_o(v_l − v̄_i)‖ ‖W_kᵀq_i‖ + [i = l] s ‖W_o Cov_{p_i}(v, k) W_q‖ ]: token l as
     value, as key and as query.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        at: attention at one input.
-
-    Returns:
-        (L, L), query by token.
     """
     p = at.weights
     value_map = at.output_weight @ at.value_weight
@@ -290,16 +211,9 @@ def attention_reach(at: AttentionAtPoint) -> Tensor:
 
 
 def attention_columns(at: AttentionAtPoint, token: int) -> Tensor:
-    """Return the derivative of every query's attention output in one token's input, for a fixed mask.
+    """Return ∂(Σ_h W_o mixed_i)/∂u_l by query i, (L, d, d), for one token l and a fixed mask.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        at: attention at one input.
-        token: index l of the token.
-
-    Returns:
-        (L, d, d), ∂(Σ_h W_o mixed_i)/∂u_l by query i.
     """
     p = at.weights[:, :, token]
     means = at.weights @ at.values
@@ -320,22 +234,14 @@ def score_gradient_sums(
     cotangents: Tensor,
     scale: float,
 ) -> Tensor:
-    """Bound the gradient in W_q, b_q and W_k from the gradient g_i of the loss in each head's mixed values.
+    """Bound the gradient in W_q, b_q and W_k, (3, H), from that of the loss in each head's mixed values, g_i.
 
     |s| Σ_i ‖Cov_{p_i}(k, v)‖ ‖g_i‖ times ‖u_i‖ for W_q and 1 for b_q; |s| Σ_i ‖q_i‖ ‖Cov_{p_i}(u, v)‖ ‖g_i‖ for
-    W_k. ‖C‖ is replaced by ‖C Cᵀ‖_F^(1/2) ≥ ‖C‖, plus the possible effect of rounding on C.
+    W_k, summed over queries and inputs. ‖C‖ is replaced by ‖C Cᵀ‖_F^(1/2) ≥ ‖C‖, plus the possible effect of
+    rounding on C. p is (B, H, L, L), rows of padded queries 0; q, k, v and g are (B, H, L, D), u (B, L, d); s = τ
+    / sqrt(d_head).
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        weights: p, (B, H, L, L), rows of padded queries 0.
-        query_key_value: q, k and v, each (B, H, L, D).
-        tokens: u, (B, L, d).
-        cotangents: g, (B, H, L, D).
-        scale: s = τ / sqrt(d_head).
-
-    Returns:
-        (3, H): bounds for W_q, b_q and W_k by head, summed over queries and inputs.
 
     Example:
         >>> p, x = torch.full((1, 1, 2, 2), 0.5), torch.tensor([[[[1.0], [3.0]]]])
@@ -353,15 +259,9 @@ def score_gradient_sums(
 def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Bound each query's ‖Cov_{p_i}(x, y)‖₂ from above by ‖C Cᵀ‖_F^(1/2) plus the possible effect of rounding.
 
+    Arguments as of :func:`covariances`; (..., queries).
+
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
-
-    Args:
-        weights: p, (..., queries, keys), rows of sum 1 or 0.
-        left: x, (..., keys, m).
-        right: y, (..., keys, n).
-
-    Returns:
-        (..., queries).
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]], dtype=torch.float64)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from semdiag.mathematics.score_strips import Scores
 
-WIDEST = 256  # widest head that fits a program's memory
+_WIDEST = 256  # widest head that fits a program's memory
 MOST = 1024  # most scores that are ranked
 _OLDEST = 8, 0  # compute capability from which matrices are multiplied in TF32 and bfloat16
 
@@ -17,8 +17,8 @@ def refusal(q: Tensor, selected: Tensor | None, top: int = 0) -> str | None:
     """Return what of an attention call the kernels do not know; None if they take it."""
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the type {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[3] > WIDEST:
-        return f"heads of width {q.shape[3]}, above {WIDEST}"
+    if q.shape[3] > _WIDEST:
+        return f"heads of width {q.shape[3]}, above {_WIDEST}"
     if top > MOST:
         return f"{top:,} scores of each query, above {MOST:,}"
     if selected is not None:

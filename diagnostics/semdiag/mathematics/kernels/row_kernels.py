@@ -72,18 +72,9 @@ def _scores(
 
 
 _PLAIN = [
-    "head0",
-    "tile0",
-    "heads",
-    "key_heads",
-    "all_heads",
-    "all_keys",
-    "q_length",
-    "k_length",
-    "q_rows",
-    "k_rows",
-]
-_PLAIN += ["first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b", "p_h", "GROUPS", "ROOM"]
+    "head0", "tile0", "heads", "key_heads", "all_heads", "all_keys", "q_length", "k_length", "q_rows", "k_rows",
+    "first_query", "scale", "softcap", "s_b", "s_h", "a_b", "a_h", "p_b", "p_h", "GROUPS", "ROOM",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -411,7 +402,7 @@ def _kind(values: Tensor | None) -> tuple[int, tuple[int, ...]]:
 def kernel_rows(
     scores: Scores, top: int, sinks: Tensor | None, received: bool, tile: Tile | None = None
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    r"""Return what :func:`~semdiag.mathematics.score_strips.finished` needs, loads, and the weights received.
+    r"""Return the rows of strip statistics with their order, loads (B, H, Lk) int64, and the weights received.
 
     Largest error of a score z, with S = \|scale\| Σ \|q_d\| \|k_d\|: γ S + u \|z\| in half precision, else
     (γ + 3 · 2^-22) S + u \|z\|: a number is the sum of two of 11 digits up to 2^-22, and of the four products the
@@ -419,17 +410,6 @@ def kernel_rows(
     with v = 2^-23 and n = 2 D, in float32 6 D; u = 2^-24. A soft cap c adds 2^-21 c.
 
     Source: none; γ as in :func:`~semdiag.mathematics.rounding.score_error`. Deviation: none.
-
-    Args:
-        scores: inputs of the attention call, on one device, q and k in float16, bfloat16 or float32.
-        top: K, at most ``MOST``.
-        sinks: (H,) scores of the sinks in nats; they only count in the weights received.
-        received: whether the second pass sums the weight that each key receives.
-        tile: sizes; None chooses by width and type.
-
-    Returns:
-        Rows, with ``order`` (B, H, R, K) int32 if K > 0; loads (B, H, Lk) int64; and weights received (B, H, Lk),
-        or (B, H, 0).
     """
     q = scores.q if scores.places is None else rows_of(scores.q, scores.places)
     tile = fitting_tile(q) if tile is None else tile

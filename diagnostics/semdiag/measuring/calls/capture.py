@@ -80,47 +80,26 @@ class Calls:
         return f"Calls: {counts}; k up to {self._k}. Tables: dispersion(), separation(), loads(), …"
 
     def dispersion(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
-        """Return the semantic dispersion δ of every query: the range of the scores that it attends to.
+        """Return the semantic dispersion δ of every query: the range of the scores that it attends to, in nats.
 
-        Args:
-            k: number of largest scores that each query would keep; one number or several, up to the capture's k.
-                None means the keys that the model really attends to.
-
-        Returns:
-            One row per query (and k), with the further columns keys, k (missing for None) and dispersion, NaN for
-            a query without keys.
-
-        Raises:
-            ValueError: if a k is not in 1 … the capture's k.
+        With a k, or several, each query would keep its k largest scores; None means the keys that the model really
+        attends to. There is one row per query and k, with the further columns keys, k (missing for None) and
+        dispersion, NaN for a query without keys. A k that is not in 1 … the capture's k is a ValueError.
         """
         return self._table("query", "dispersion", k, lambda statistics, n: statistics.dispersion(n))
 
     def separation(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
-        """Return the semantic separation Δ of every query: the smallest kept score minus the largest dropped one.
+        """Return the semantic separation Δ of every query: its smallest kept score minus the largest dropped one.
 
-        Args:
-            k: numbers as in :meth:`dispersion`.
-
-        Returns:
-            One row per query (and k), with the further columns keys, k and separation, +inf if nothing is dropped.
-
-        Raises:
-            ValueError: if a k is not in 1 … the capture's k.
+        In nats, +inf if nothing is dropped; ``k``, columns and errors as of :meth:`dispersion`.
         """
         return self._table("query", "separation", k, lambda statistics, n: statistics.separation(n))
 
     def loads(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
         """Return the key load, how many queries attend to each key, and the weight that the key receives.
 
-        Args:
-            k: numbers as in :meth:`dispersion`.
-
-        Returns:
-            One row per key (and k), with the further columns k, load and received, Σ_i p_ij over the queries that
-            were looked at (NaN with a k); no row for padded keys.
-
-        Raises:
-            ValueError: if a k is not in 1 … the capture's k.
+        ``k`` and errors as of :meth:`dispersion`. There is one row per key and k, with the further columns k, load
+        and received, Σ_i p_ij over the queries that were looked at (NaN with a k); no row for padded keys.
         """
         received = self._table(
             "key", "received", k, lambda s, n: s.received if n is None else s.received * torch.nan
@@ -129,12 +108,7 @@ class Calls:
         return table.assign(received=received["received"])
 
     def entropy(self) -> pd.DataFrame:
-        """Return the entropy −Σ p ln p of the attention weights of every query, in nats.
-
-        Returns:
-            One row per query, with the further columns keys, k (missing) and entropy; NaN for a query without
-            keys.
-        """
+        """Return the entropy −Σ p ln p of the attention weights of every query, in nats; NaN without keys."""
         return self._table("query", "entropy", None, lambda statistics, n: statistics.entropy)
 
     def scores(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
@@ -158,17 +132,8 @@ class Calls:
     def weights(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
         """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
-        Args:
-            layer: number of the layer in the tables.
-            head: number of one head; None means all heads.
-            occurrence: as in the tables, to check it; a layer there is one call of a module in a forward pass.
-
-        Returns:
-            (B, H, L, Lk), or (B, L, Lk) for one head. With a learned logit in the denominator (attention sinks),
-            rows sum to less than 1.
-
-        Raises:
-            InputError: in the cases of :meth:`scores`.
+        Arguments, shape and errors as of :meth:`scores`. With a learned logit in the denominator (attention
+        sinks), rows sum to less than 1.
 
         Example:
             >>> from semdiag_models import Encoder, ModelConfig
@@ -187,18 +152,11 @@ class Calls:
     def weight_between(self, groups: Mapping[str, Any]) -> pd.DataFrame:
         """Return the weight that groups of tokens give one another, from a capture with ``scores=True``.
 
-        w(A, B) = mean over the queries i in A that attend to something of Σ_{j in B} p_ij. Layers whose keys are
-        not their queries' tokens are left out.
-
-        Args:
-            groups: for each name (image, text, register …), which tokens belong to it: bool, (L,) or (B, L).
-
-        Returns:
-            One row per layer, head and pair of groups, with the columns group, to, queries and weight (NaN without
-            queries).
-
-        Raises:
-            InputError: in the cases of :meth:`scores`, and if a group has another length or is not bool.
+        w(A, B) = mean over the queries i in A that attend to something of Σ_{j in B} p_ij: one row per layer, head
+        and pair of groups, with the columns group, to, queries and weight (NaN without queries). A group, by name
+        (image, text, register …), is bool, (L,) or (B, L). Layers whose keys are not their queries' tokens are
+        left out. Errors are those of :meth:`scores`, and an InputError if a group has another length or is not
+        bool.
         """
         parts = []
         for layer in range(len(self._layers)):
@@ -210,25 +168,18 @@ class Calls:
             for (name, rows), (to, keys) in product(named.items(), repeat=2):
                 among = attends & rows[:, None]
                 given = (weights * keys[:, None, None]).sum(-1).where(among, 0).sum((0, 2))
-                place, queries = (
-                    {"layer": layer, "head": range(size[1]), "group": name, "to": to},
-                    among.sum((0, 2)),
-                )
+                queries = among.sum((0, 2))
+                place = {"layer": layer, "head": range(size[1]), "group": name, "to": to}
                 parts.append(pd.DataFrame(place | {"queries": queries, "weight": given / queries}))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
     def recall(self, indices: Mapping[int, Tensor]) -> pd.DataFrame:
         """Return what a choice of keys of your own keeps, from a capture with ``scores=True``.
 
-        Args:
-            indices: by layer, positions of the chosen keys, (B, H or 1, L, k), whole numbers, -1 for none.
-
-        Returns:
-            One row per layer and head: queries (that attend to something), weight (mean weight of the chosen
-            keys), top_weight (that of as many largest), recall (share of those that were chosen).
-
-        Raises:
-            InputError: in the cases of :meth:`scores`, and if indices do not fit a layer.
+        Indices by layer are positions of the chosen keys, (B, H or 1, L, k), -1 for none. There is one row per
+        layer and head: queries (that attend to something), weight (mean weight of the chosen keys), top_weight
+        (that of as many largest), recall (share of those that were chosen). Errors are those of :meth:`scores`,
+        and an InputError if indices do not fit a layer.
         """
         parts = []
         for layer, chosen in indices.items():
@@ -468,17 +419,10 @@ def longest_call(
     def look(call: AttentionCall) -> None:
         seen.append((call.q.shape[2], call.k.shape[2]))
 
+    batch = max(batches, key=lambda batch: max((t.shape[1:].numel() for t in tensors(batch)), default=0))
+    if not isinstance(batch, tuple | list) and len(tensors(batch)) == 1:  # several may depend on each other
+        batch = next(each(batch, 1))
     with running(loaded, look, device, dtype) as run:
-        run(_one_sample(max(batches, key=_largest)))
+        run(batch)
     queries, keys = zip(*seen, strict=True)
     return max(queries), max(keys)
-
-
-def _largest(batch: Batch) -> int:
-    """Return the size of a sample in the largest of the tensors."""
-    return max((t.shape[1:].numel() for t in tensors(batch)), default=0)
-
-
-def _one_sample(batch: Batch) -> Batch:
-    """Return the first sample of a batch that is one tensor; several tensors may depend on each other."""
-    return batch if isinstance(batch, tuple | list) or len(tensors(batch)) > 1 else next(each(batch, 1))

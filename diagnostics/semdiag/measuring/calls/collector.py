@@ -276,10 +276,10 @@ class KeptScores:
         """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are joined along B."""
         own = self._occurrences.get(layer)
         if own is None:
-            known = (
+            layers = (
                 f"layers 0 to {max(self._scores)}" if self._scores else "none: run the model inside the context"
             )
-            raise InputError(f"There are no scores of layer {layer}. Kept: {known}.")
+            raise InputError(f"There are no scores of layer {layer}. Kept: {layers}.")
         if occurrence not in (None, own):
             raise InputError(f"Layer {layer} is occurrence {own} of its module. Got {occurrence}.")
         parts = self._scores[layer]
@@ -301,7 +301,7 @@ class KeptScores:
         return torch.where(torch.isfinite(scores), (scores - total).exp(), 0.0)
 
 
-def rows_per_sample(rows: int, samples: int) -> int:
+def _rows_per_sample(rows: int, samples: int) -> int:
     """Return the number of consecutive rows that count as one sample."""
     return rows // samples if samples and rows % samples == 0 else 1
 
@@ -318,7 +318,7 @@ class SampleNumbers:
 
     def of(self, rows: int) -> NDArray[np.int32]:
         """Return the sample number of each row of a call's batch axis."""
-        numbers = self._first + np.arange(rows, dtype=np.int32) // rows_per_sample(rows, self._batch)
+        numbers = self._first + np.arange(rows, dtype=np.int32) // _rows_per_sample(rows, self._batch)
         self._next = max(self._next, int(numbers[-1]) + 1)
         return numbers.astype(np.int32)
 
@@ -334,7 +334,7 @@ def folded(rows: int, samples: int) -> str | None:
 
 def counted_as(rows: int, samples: int) -> str:
     """Return the sample as which the rows of such a batch axis count: the second half of a sentence."""
-    several = rows_per_sample(rows, samples)
+    several = _rows_per_sample(rows, samples)
     if several == 1:
         return "each row counts as a sample"
     return f"the first {several} count as sample 0, and so on, which mixes samples if heads come before them"
@@ -460,8 +460,31 @@ class Collector:
         sample = samples[index]
         return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
 
-    def heads(self) -> pd.DataFrame:
-        """Return the table ``heads``, with keeps_first_kK for each counterfactual K."""
+    def tables(self, ks: Sequence[int]) -> dict[str, pd.DataFrame]:
+        """Return the tables by name; of the counterfactual numbers only ``ks``."""
+        left_out = tuple(f"_k{k}" for k in self.k if k not in ks)
+        sketched = [*self._queries.sketched(), *self._loads.sketched()]
+        tables = {
+            "queries": self._table(self._queries.parts, ()),
+            "loads": self._table(self._loads.parts, ()),
+            "heads": self._head_table(),
+            "non_finite": self._table(self._non_finite, ("sample", "layer", "head", "scores")),
+            "calls": self.layers.table(self.model),
+            "sketches": SKETCHES.of_rows(
+                {"model": self.model, **row} for row in sketched if not row["quantity"].endswith(left_out)
+            ),
+        }
+        return {
+            name: table.drop(columns=[column for column in table if str(column).endswith(left_out)])
+            for name, table in tables.items()
+        }
+
+    @property
+    def share_kept(self) -> float:
+        """Probability with which a query that was looked at is in the table: below 1 if not all were kept."""
+        return self._queries.share
+
+    def _head_table(self) -> pd.DataFrame:
         names = ["entropy", "first_weight", "keeps_first", *(f"keeps_first_k{k}" for k in self.k)]
         rows = [
             {"model": self.model, "layer": layer, "head": head, "queries": int(queries)}
@@ -471,32 +494,6 @@ class Collector:
         ]
         further = {name: pd.Series([row[name] for row in rows], dtype="float64") for name in names[2:]}
         return HEADS.of_rows(rows).assign(**further)
-
-    def queries(self) -> pd.DataFrame:
-        """Return the table ``queries``."""
-        return self._table(self._queries.parts, ())
-
-    def loads(self) -> pd.DataFrame:
-        """Return the table ``loads``."""
-        return self._table(self._loads.parts, ())
-
-    def sketches(self) -> pd.DataFrame:
-        """Return the table ``sketches``: percentiles of tables that have more rows than are kept."""
-        rows = [*self._queries.sketched(), *self._loads.sketched()]
-        return SKETCHES.of_rows({"model": self.model, **row} for row in rows)
-
-    @property
-    def share_kept(self) -> float:
-        """Probability with which a query that was looked at is in the table: below 1 if not all were kept."""
-        return self._queries.share
-
-    def non_finite(self) -> pd.DataFrame:
-        """Return the table ``non_finite``."""
-        return self._table(self._non_finite, ("sample", "layer", "head", "scores"))
-
-    def calls(self) -> pd.DataFrame:
-        """Return the table ``calls``: one row per layer and occurrence."""
-        return self.layers.table(self.model)
 
     def _table(self, parts: list[dict[str, np.ndarray]], empty: Sequence[str]) -> pd.DataFrame:
         names = list(parts[0]) if parts else list(empty)

@@ -84,11 +84,8 @@ class CountedRows:
 
 def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) -> Tensor:
     """Return the keys to which some real query of a call may attend, (B, H, Lk) bool; the others are padding."""
-    counted, allowed, first = (
-        call.counted[samples, :1],
-        part_of(call.allowed, samples, slice(None)),
-        call.first_query,
-    )
+    counted, first = call.counted[samples, :1], call.first_query
+    allowed = part_of(call.allowed, samples, slice(None))
     shape, device = (len(counted), call.q.shape[1], call.k.shape[2]), call.k.device
     rows, keys = (torch.arange(length, device=device) for length in (counted.shape[2], shape[2]))
     if allowed is None or allowed.shape[2] == 1:  # the last real query sees all keys that others see

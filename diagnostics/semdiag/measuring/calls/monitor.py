@@ -27,8 +27,6 @@ from semdiag.measuring.calls.monitor_alarms import (
     Faults,
     MonitorLog,
     Watch,
-    checked_on_alarm,
-    counted_above,
     rules_of,
     summary_of,
     warn,
@@ -37,8 +35,6 @@ from semdiag.measuring.calls.monitor_heads import (
     Look,
     Ranks,
     Reduction,
-    Scalars,
-    ScalarWriter,
     columns,
     describe,
     describe_heads,
@@ -51,34 +47,47 @@ from semdiag.measuring.calls.monitor_heads import (
 from semdiag_models import InputError
 
 
-class Outputs:
-    """Tables of a monitor, and the loggers that get their rows."""
+class _Outputs:
+    """Tables of a monitor, and the loggers that get the numbers of its heads."""
 
     def __init__(
         self,
         path: Path | None,
-        tensorboard: Path | str | ScalarWriter | None,
+        tensorboard: Any,
         log: Callable[[dict[str, float], int], object] | None,
         k: Sequence[int],
         first_step: int,
     ) -> None:
-        self._k = k
-        self._scalars = Scalars(tensorboard, log)
+        self._k, self._log, self._tensorboard = k, log, tensorboard
+        self._folder = isinstance(tensorboard, Path | str)  # else the writer is the user's
+        self._writer: Any = None
         self.layers = MonitorLog(path, columns(k), first_step)
         beside = None if path is None else path.with_name(f"{path.stem}-heads{path.suffix}")
         self.heads = MonitorLog(beside, head_columns(k), None)
 
     def open(self) -> None:
-        """Open the files and the loggers."""
+        """Open the files and the writer."""
         self.layers.open()
         self.heads.open()
-        self._scalars.open()
+        self._writer = self._tensorboard
+        if self._folder:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise InputError(
+                    "TensorBoard is not installed. Install it with: pip install tensorboard."
+                ) from None
+            self._writer = SummaryWriter(str(self._tensorboard))
 
     def add(self, step: int, rows: list[dict[str, Any]], heads: list[dict[str, Any]], faults: Faults) -> None:
         """Keep and send the rows of a step; report failures to ``faults`` and go on."""
-        if self._scalars.wanted:
+        if self._writer is not None or self._log is not None:
             with faults.reporting():
-                self._scalars.send(step, scalars(heads, self._k))
+                numbers = scalars(heads, self._k)
+                for name, value in numbers.items() if self._writer is not None else ():
+                    self._writer.add_scalar(name, value, step)
+                if self._log is not None:
+                    self._log(numbers, step)
         for log, more in ((self.layers, rows), (self.heads, heads)):
             with faults.reporting():
                 log.add(more)
@@ -88,7 +97,9 @@ class Outputs:
         for log in (self.layers, self.heads):
             with faults.reporting():
                 log.close()
-        self._scalars.close()
+        if self._folder and self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
 
 _COMPILED = (
@@ -97,7 +108,7 @@ _COMPILED = (
 )
 
 
-class Looking:
+class _Looking:
     """What a look has seen so far; numbers that come from a GPU are described in a thread of their own."""
 
     def __init__(self, step: int) -> None:
@@ -211,7 +222,7 @@ class Monitor:
         *,
         k: int | Sequence[int] = (),
         path: Path | str | None = None,
-        tensorboard: Path | str | ScalarWriter | None = None,
+        tensorboard: Any = None,
         log: Callable[[dict[str, float], int], object] | None = None,
         alarm: Mapping[str, Any] | None = None,
         on_alarm: str | Callable[[Alarm], object] = "warn",
@@ -235,8 +246,9 @@ class Monitor:
         looked_at = whole_number(queries, "queries", 1)
         self._queries = None if rows == "all" else looked_at
         self._watch = Watch(rules_of(alarm, self.k, self.every))
-        self._on_alarm = checked_on_alarm(on_alarm)
-        self._logit = counted_above(self._watch.rules)
+        if not (on_alarm in ("warn", "raise") or callable(on_alarm)):
+            raise InputError(f'on_alarm must be "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')
+        self._on_alarm = on_alarm
         self.alarms: list[Alarm] = []
         self._accumulation, self._micro = whole_number(accumulation, "accumulation", 1), 0
         self.step = self._first_step = whole_number(first_step, "first_step", 0)
@@ -245,7 +257,7 @@ class Monitor:
         self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0) + self._ranks.rank)
         if self._ranks.rank:  # only rank 0 writes
             path = tensorboard = log = None
-        self._outputs = Outputs(None if path is None else Path(path), tensorboard, log, self.k, self.step)
+        self._outputs = _Outputs(None if path is None else Path(path), tensorboard, log, self.k, self.step)
         self._faults = Faults()
         self._hooks: hooks.Hooks | None = None
         self._look = ExitStack()
@@ -253,8 +265,8 @@ class Monitor:
         self._looker: threading.Thread | None = None  # thread of the current look
         self._forwards: set[int] = set()  # threads that run the model
         self._turn = threading.RLock()  # held while counting a call and starting a look
-        self._now = Looking(self.step)
-        self._behind: Looking | None = None  # a look whose numbers are on their way
+        self._now = _Looking(self.step)
+        self._behind: _Looking | None = None  # a look whose numbers are on their way
         self._last: list[dict[str, Any]] = []  # rows of heads in the last look
         self._padding = Padding(model)
 
@@ -281,12 +293,7 @@ class Monitor:
             self.step, self._micro = step, 0
 
     def start(self) -> Self:
-        """Start counting and looking, and return the monitor; ``with Monitor(…)`` calls it.
-
-        Raises:
-            InputError: if the model has no attention that can be watched or was compiled in place, or TensorBoard
-                is not installed.
-        """
+        """Start counting and looking, and return the monitor; ``with Monitor(…)`` calls it."""
         if self._hooks is not None:
             return self
         if getattr(self.model, "_compiled_call_impl", None) is not None:
@@ -345,8 +352,6 @@ class Monitor:
         try:
             if error is None:
                 self.stop()
-            else:
-                self._leave()
         finally:
             self._leave()
 
@@ -373,7 +378,7 @@ class Monitor:
             self._look.close()  # of an interrupted call
             self._looked_at, self._looker = step, own if first and step % self.every == 0 else None
         if self._looker is own:
-            now = self._now = Looking(step)
+            now = self._now = _Looking(step)
             with self._faults.reporting(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
                 watch = watch_attention(
@@ -392,7 +397,7 @@ class Monitor:
         step, self._looked_at = self._looked_at, None
         self._looker = None
         if step is not None and output is not None:
-            self._now.parts = self._ranks.parts
+            self._now.parts = dict(self._ranks.parts)
             self._now.follow()
             self._behind = self._now
             if self._now.thread is None:
@@ -414,31 +419,26 @@ class Monitor:
                 return self._finish(look)
         return []
 
-    def _reduce(self, call: AttentionCall, look: "Looking") -> None:
+    def _reduce(self, call: AttentionCall, look: _Looking) -> None:
         if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
             return  # another thread's forward pass
         start, look.seen = time.perf_counter(), True
         with self._faults.reporting():
-            call = self._marked(call)
+            audit = Audit()
+            call = self._padding.marked(call, audit)
+            self._faults.name_remarks(audit)  # of masks that could not be matched
             self._ranks.part(self.model, call.module)
             place = {"step": look.step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
             rows = sampled_rows(call, self.k, self._generator, self._queries)
 
             def receive(seen: Tensors) -> None:
                 look.rows.append(place | describe(seen, self.k))
-                look.heads += [place | row for row in describe_heads(seen, self.k, self._logit)]
+                look.heads += [place | row for row in describe_heads(seen, self.k, self._watch.logit)]
 
             look.arrivals.send(looked_at(rows), receive)
         self.seconds += time.perf_counter() - start
 
-    def _marked(self, call: AttentionCall) -> AttentionCall:
-        """Return the call with its padded queries marked; warn once of masks that could not be matched."""
-        audit = Audit()
-        call = self._padding.marked(call, audit)
-        self._faults.name_remarks(audit)
-        return call
-
-    def _finish(self, look: "Looking") -> list[Alarm]:
+    def _finish(self, look: _Looking) -> list[Alarm]:
         start = time.perf_counter()
         self._faults.begin()
         failed = look.wait()

@@ -116,12 +116,6 @@ def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> l
     return sorted(rules, key=lambda rule: rule.band != SEVERE)
 
 
-def counted_above(rules: Iterable[Rule]) -> float:
-    """Return the score above which rows are counted: the lowest threshold of ``max_logit``, or 50."""
-    limits = (rule.threshold for rule in rules if (rule.quantity, rule.side) == ("max_logit", ABOVE))
-    return min(limits, default=LOGIT)
-
-
 def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Rule]:
     """Read one quantity's rules: a change, or one or two thresholds."""
     limits = {**LIMITS, **{f"{name}_k{value}": ends for name, ends in OF_K.items() for value in k}}
@@ -181,6 +175,12 @@ class Watch:
     history: dict[tuple[Any, ...], deque[tuple[int, float]]] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)  # quantities with a value in some row
 
+    @property
+    def logit(self) -> float:
+        """Score above which rows are counted: the lowest threshold of ``max_logit``, or 50."""
+        limits = (rule.threshold for rule in self.rules if (rule.quantity, rule.side) == ("max_logit", ABOVE))
+        return min(limits, default=LOGIT)
+
     def look(self, rows: Sequence[dict[str, Any]]) -> list[Alarm]:
         """Return the new alarms in the rows of one step."""
         alarms = []
@@ -222,13 +222,6 @@ class Watch:
                 known.append((row["step"], row[quantity]))
                 while row["step"] - known[0][0] > steps:
                     known.popleft()
-
-
-def checked_on_alarm(on_alarm: Any) -> str | Callable[[Alarm], object]:
-    """Return ``warn``, ``raise`` or a callable; refuse anything else."""
-    if on_alarm in ("warn", "raise") or callable(on_alarm):
-        return on_alarm  # type: ignore[no-any-return]
-    raise InputError(f'on_alarm must be "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')
 
 
 def extremes_of(heads: pd.DataFrame) -> list[str]:
@@ -349,19 +342,18 @@ class Faults:
             self._noted.add(seen)
             missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
         if missed:
-            text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
-            warn(f"The monitor cannot see all attention: it has no rows for {text}.")
+            texts = []
+            for why, modules in sorted(missed.items()):
+                more = len(modules) - _NAMED
+                names = ", ".join(sorted(modules)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+                texts.append(f"{names} ({why})")
+            warn(f"The monitor cannot see all attention: it has no rows for {'; '.join(texts)}.")
 
     def warn_once(self, fault: str, text: str) -> None:
         """Warn once of a fault, even if its text changes at every step."""
         if fault not in self._faults:
             self._faults.add(fault)
             warn(text, stacklevel=6)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class MonitorLog:

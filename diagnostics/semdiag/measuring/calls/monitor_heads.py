@@ -5,12 +5,11 @@ import math
 import re
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 import torch
@@ -45,7 +44,7 @@ class Ranks:
         self._together, self._wanted = ranks == "all" and _several(), ranks == "all"
         self.rank = dist.get_rank() if self._together else 0
         self._group: Any = None
-        self._parts: dict[str, str] = {}
+        self.parts: dict[str, str] = {}  # fingerprints of this rank's part of weights, by module
 
     @property
     def joined(self) -> bool:
@@ -108,13 +107,8 @@ class Ranks:
 
     def part(self, model: nn.Module, name: str) -> None:
         """Note this rank's part of a module's weights when the module first attends."""
-        if self._group is not None and name not in self._parts:
-            self._parts[name] = _fingerprint(model, name)
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """Parts that :meth:`part` noted, by module."""
-        return dict(self._parts)
+        if self._group is not None and name not in self.parts:
+            self.parts[name] = _fingerprint(model, name)
 
     def leave(self) -> None:
         """Close the group, which other ranks notice at once."""
@@ -203,10 +197,7 @@ LIMITS = {
     "query_norm": (0.0, math.inf),
     "key_norm": (0.0, math.inf),
 }
-LARGEST, SMALLEST = (
-    ("max_logit", "query_norm", "key_norm"),
-    ("least_entropy",),
-)  # extremes of rows; others are averages
+LARGEST, SMALLEST = ["max_logit", "query_norm", "key_norm"], ["least_entropy"]  # other quantities are averages
 OF_K = {"dispersion": (0.0, math.inf), "separation": (0.0, math.inf), "weight_kept": (0.0, 1.0)}
 PLACE = ("step", "layer", "head", "module", "occurrence", "rows")
 LOGIT = 50.0  # nats: rows above it are counted unless a rule gives another number
@@ -253,20 +244,11 @@ def looked_at(rows: CountedRows) -> Tensors:
     }
 
 
-def _statistics(seen: Tensors) -> RowStatistics:
-    return RowStatistics(**{field.name: seen[field.name] for field in fields(RowStatistics)})
-
-
 def describe_heads(seen: Tensors, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
     """Return one row per head for a call's rows; NaN for a quantity that no row has."""
-    statistics, used = _statistics(seen), seen["attending"]
-    weight = statistics.largest_weight()
+    statistics, medians = _described(seen, k)
+    weight, used = statistics.largest_weight(), seen["attending"]
     above = (statistics.kept_maximum > logit) | (statistics.non_finite > 0)
-    medians = {
-        "dispersion": statistics.dispersion(),
-        "separation": statistics.separation(),
-        "xi": local_stability_of_weight(weight),
-    } | _of_ks(statistics, k)
     broken = ((statistics.non_finite > 0) & seen["queries"]).any(2).any(0)
     values = {
         "max_logit": _per_head(statistics.kept_maximum, used, "max").masked_fill(broken, math.inf),
@@ -288,15 +270,20 @@ def describe_heads(seen: Tensors, k: Sequence[int], logit: float = LOGIT) -> lis
     ]
 
 
-def _of_ks(statistics: RowStatistics, k: Sequence[int]) -> Tensors:
-    """Return δ, Δ and the weight kept if the k largest scores were kept, for each k."""
-    values = {}
+def _described(seen: Tensors, k: Sequence[int]) -> tuple[RowStatistics, Tensors]:
+    """Return row statistics, and the quantities of which medians are taken, those of each k included."""
+    statistics = RowStatistics(**{field.name: seen[field.name] for field in fields(RowStatistics)})
+    values = {
+        "dispersion": statistics.dispersion(),
+        "separation": statistics.separation(),
+        "xi": local_stability_of_weight(statistics.largest_weight()),
+    }
     for value in k:
         most = min(value, len(statistics.top_load))
         values[f"dispersion_k{value}"] = statistics.dispersion(most)
         values[f"separation_k{value}"] = statistics.separation(most)
         values[f"weight_kept_k{value}"] = statistics.mass_kept(most)
-    return values
+    return statistics, values
 
 
 def _per_head(values: Tensor, used: Tensor, what: str) -> Tensor:
@@ -347,12 +334,8 @@ def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, fl
                 layers.setdefault(place.split("/")[0], {}).setdefault(name, []).append(row[name])
     for layer, names in layers.items():
         for name, numbers in names.items():
-            for how, number in (
-                ("max", max(numbers)),
-                ("min", min(numbers)),
-                ("median", statistics.median(numbers)),
-            ):
-                logged[f"attention/{layer}/{name}/{how}"] = number
+            for how, extreme in (("max", max), ("min", min), ("median", statistics.median)):
+                logged[f"attention/{layer}/{name}/{how}"] = extreme(numbers)
     return logged
 
 
@@ -446,68 +429,10 @@ def sampled_rows(
 
 def describe(seen: Tensors, k: Sequence[int]) -> dict[str, float | int]:
     """Return medians over the rows that count and have keys; NaN for a quantity that no row has."""
-    statistics, used = _statistics(seen), seen["attending"]
-    weight = statistics.largest_weight()
-    values = {
-        "keys": statistics.keys.to(weight.dtype),
-        "dispersion": statistics.dispersion(),
-        "separation": statistics.separation(),
-        "xi": local_stability_of_weight(weight),
-        "entropy": statistics.entropy,
-    } | _of_ks(statistics, k)
-    one = used.transpose(1, 2).flatten()[None, None]  # all heads together
-    medians: dict[str, float | int] = {"rows": int(used.sum())}
+    statistics, values = _described(seen, k)
+    values = {"keys": statistics.keys.to(statistics.entropy.dtype), "entropy": statistics.entropy} | values
+    one = seen["attending"].transpose(1, 2).flatten()[None, None]  # all heads together
+    medians: dict[str, float | int] = {"rows": int(one.sum())}
     for name, numbers in values.items():
         medians[name] = float(_per_head(numbers.transpose(1, 2).flatten()[None, None], one, "median"))
     return medians
-
-
-class ScalarWriter(Protocol):
-    """The method of a TensorBoard SummaryWriter that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Log one number."""
-
-
-class Scalars:
-    """Sends numbers by name to loggers."""
-
-    def __init__(
-        self,
-        tensorboard: Path | str | ScalarWriter | None,
-        log: Callable[[dict[str, float], int], object] | None,
-    ) -> None:
-        self._tensorboard, self._log = tensorboard, log
-        self._own = isinstance(tensorboard, Path | str)
-        self._writer: Any = None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is a receiver."""
-        return self._writer is not None or self._log is not None
-
-    def open(self) -> None:
-        """Open the writer."""
-        self._writer = self._tensorboard
-        if self._own:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise InputError(
-                    "TensorBoard is not installed. Install it with: pip install tensorboard."
-                ) from None
-            self._writer = SummaryWriter(str(self._tensorboard))
-
-    def send(self, step: int, numbers: dict[str, float]) -> None:
-        """Send the numbers of a step."""
-        if self._writer is not None:
-            for name, value in numbers.items():
-                self._writer.add_scalar(name, value, step)
-        if self._log is not None:
-            self._log(numbers, step)
-
-    def close(self) -> None:
-        """Close the writer, unless it is the user's."""
-        if self._own and self._writer is not None:
-            self._writer.close()
-        self._writer = None

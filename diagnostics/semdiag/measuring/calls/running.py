@@ -178,7 +178,17 @@ def in_evaluation(
     loaded: LoadedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[nn.Module, torch.device, torch.dtype]]:
     """Put a model on a device, in evaluation mode without gradients; restore every module's mode afterwards."""
-    module, place, kind = _placed(loaded.module, device, dtype)
+    module, tensors = loaded.module, _floating(loaded.module)
+    place, kind = home_of(module)
+    place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
+    there = all(t.is_meta or t.device.type == place.type for t in tensors)
+    if not there or (dtype is not None and converted(module, dtype)):  # only then is it copied
+        if any(t.is_meta for t in tensors):
+            raise NotAvailableError(
+                "its weights are offloaded (meta tensors): it runs only as it is, on its device and in its dtype"
+            )
+        refuse_masked(module, "in another dtype or on another device")
+        module = placed(copy.deepcopy(module), place, dtype)
     modes = [(part, part.training) for part in module.modules()]
     try:
         in_evaluation_mode(module)
@@ -255,24 +265,6 @@ def converted(module: nn.Module, dtype: torch.dtype) -> bool:
 
 def _floating(module: nn.Module) -> list[Tensor]:
     return [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-
-
-def _placed(
-    module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
-) -> tuple[nn.Module, torch.device, torch.dtype]:
-    """Return the module on a device and in a dtype; copy it only if it must change."""
-    tensors = _floating(module)
-    place, kind = home_of(module)
-    place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
-    there = all(t.is_meta or t.device.type == place.type for t in tensors)
-    if not there or (dtype is not None and converted(module, dtype)):
-        if any(t.is_meta for t in tensors):
-            raise NotAvailableError(
-                "its weights are offloaded (meta tensors): it runs only as it is, on its device and in its dtype"
-            )
-        refuse_masked(module, "in another dtype or on another device")
-        module = placed(copy.deepcopy(module), place, dtype)
-    return module, place, kind
 
 
 def refuse_masked(module: nn.Module, how: str) -> None:

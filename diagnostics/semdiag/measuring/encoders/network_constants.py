@@ -21,6 +21,7 @@ from semdiag.mathematics.bounds.block_bounds import (
     BlockConstants,
     Bound,
     MlpConstants,
+    merged,
     normalisation_lipschitz,
     query_norm,
 )
@@ -36,16 +37,13 @@ from semdiag.mathematics.bounds.network_bounds import (
     log_paper_parameter_bounds,
     log_parameter_bounds,
     loss_residual,
-    network_assumptions,
     network_bound,
 )
 from semdiag.mathematics.spectral_norms import log, log_root_sum_squares, spectral_norm, spectral_norm_upper_bound
 from semdiag.measuring.calls.collector import scored_rows
-from semdiag.measuring.encoders.traces import InputTraces, LayerTrace
+from semdiag.measuring.encoders.traces import MLP_NORM_EPS, InputTraces, LayerTrace, token_std
 from semdiag.measuring.encoders.weights import BlockWeights, block_weights, embedding_scale
 from semdiag_models import Encoder
-
-POST_NORM = Assumption("blocks normalise their outputs (post-norm), as in the paper's equations", {}, holds=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +83,13 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     carried = log_parameter_bounds(paper_blocks, whole)
     sound_blocks = [b.sound for b in blocks]
     by_tensor = log_parameter_bounds(sound_blocks, readout, embedding)
-    sound = network_bound(by_tensor, network_assumptions(sound_blocks))
+    sound = network_bound(by_tensor, merged(b.assumptions for b in sound_blocks))
     return NetworkForms(
         blocks=blocks,
         log_sound={name: value.max() for name, value in by_tensor.items()},
         log_paper=carried | own,
         sound=replace(sound, log_value=sound.log_value.max()),
-        paper=network_bound(own, network_assumptions(paper_blocks)),
+        paper=network_bound(own, merged(b.assumptions for b in paper_blocks)),
         infinite={name: int((value == math.inf).sum()) for name, value in by_tensor.items()},
         each=sound.log_value,
     )
@@ -150,7 +148,7 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
     tokens = float(torch.as_tensor(sound.tokens).max())
     log_map = paper_attention_map_bound(delta, norms, beta, gap)
     log_form = paper_bilinear_form_bound(delta, norms, tokens, gap)
-    uncovered = trace.log_map.isinf().all(0) if not _covered(encoder) else torch.zeros_like(delta).bool()
+    uncovered = trace.log_map.isinf().all(0) & (encoder.config.attention not in BOUNDED)
     attention = replace(
         sound.attention,
         log_map=log_map.log_value.masked_fill(uncovered, math.inf),
@@ -167,7 +165,12 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
         attention_norm=torch.as_tensor(sound.attention_norm).max(),
         mlp_norm=torch.as_tensor(sound.mlp_norm).max(),
         pre_norm=sound.pre_norm,
-        assumptions=(*sound.assumptions, *_only_unmet(log_map.assumptions), *_papers_own(encoder, tokens)),
+        # of the paper's assumptions those that fail; that of the separation is listed already
+        assumptions=(
+            *sound.assumptions,
+            *(a for a in log_map.assumptions if not a.holds and "separation" not in a.statement),
+            *_papers_own(encoder, tokens),
+        ),
     )
 
 
@@ -178,10 +181,6 @@ def _normalisation(std: Tensor) -> Tensor:
     return torch.where(constant, math.inf, lipschitz)
 
 
-def _covered(encoder: Encoder) -> bool:
-    return encoder.config.attention in BOUNDED
-
-
 def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
     """Return the assumptions of the block's constants, except those that a later assumption repeats."""
     kind, activation = encoder.config.attention, encoder.config.activation
@@ -189,7 +188,7 @@ def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
     checks = [
         ONE_PARAMETER_VECTOR,
         Assumption("every score is finite", {"rows that are not": bad}, holds=bad == 0),
-        Assumption(f"a bound is known for {kind} attention", {}, holds=_covered(encoder)),
+        Assumption(f"a bound is known for {kind} attention", {}, holds=kind in BOUNDED),
         Assumption(f"the slope of {activation} is known", {}, holds=activation in ACTIVATION_LIPSCHITZ),
         Assumption(
             "no token has constant entries before a normalisation without eps",
@@ -213,19 +212,12 @@ def _papers_own(encoder: Encoder, tokens: float) -> tuple[Assumption, ...]:
     """Return the further assumptions of the paper's form that this encoder does not meet."""
     config, unmet = encoder.config, []
     if config.norm != "post":
-        unmet.append(POST_NORM)
+        post_norm = "blocks normalise their outputs (post-norm), as in the paper's equations"
+        unmet.append(Assumption(post_norm, {}, holds=False))
     if config.keys_kept != config.k:
         kept = {"ordinary queries": float(config.keys_kept or 0), "global ones": tokens}
         unmet.append(Assumption("every query keeps the same number of keys", kept, holds=False))
     return tuple(unmet)
-
-
-def _only_unmet(assumptions: tuple[Assumption, ...]) -> tuple[Assumption, ...]:
-    """Return the paper's assumptions that fail, except the separation's, which is already listed."""
-    return tuple(a for a in assumptions if not a.holds and "separation" not in a.statement)
-
-
-_MLP_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,13 +240,8 @@ class BlockAtPoint:
         """(L, d, d), derivative of each output token in what attention adds to the residual stream."""
         first, second = self.norm_jacobians
         eye = torch.eye(first.shape[-1]).to(first)
-        mlp = self.mlp_out @ self.weights.mlp_in
+        mlp = self.weights.mlp_out * self.slopes[:, None] @ self.weights.mlp_in  # W_R diag(σ') W_P of each token
         return eye + mlp @ second if self.pre_norm else second @ (eye + mlp) @ first
-
-    @property
-    def mlp_out(self) -> Tensor:
-        """(L, d, mlp width), W_R diag(σ') of each token."""
-        return self.weights.mlp_out * self.slopes[:, None]
 
     @property
     def norm_jacobians(self) -> tuple[Tensor, Tensor]:
@@ -265,7 +252,7 @@ class BlockAtPoint:
     @property
     def stds(self) -> tuple[Tensor, Tensor]:
         """(L,) sqrt(var + eps) of each token before the two normalisations."""
-        first, second = (_std(x, eps) for x, eps in zip(self.streams, self.eps, strict=True))
+        first, second = (token_std(x, eps) for x, eps in zip(self.streams, self.eps, strict=True))
         return first, second
 
 
@@ -301,7 +288,7 @@ def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) ->
                 weights=weights,
                 pre_norm=pre_norm,
                 streams=torch.stack([x[sample, kept] for x in seen]),
-                eps=(float(block.attention_norm_eps), _MLP_NORM_EPS),  # type: ignore[arg-type]
+                eps=(float(block.attention_norm_eps), MLP_NORM_EPS),  # type: ignore[arg-type]
                 slopes=slopes[sample, kept],
                 activation=ACTIVATION_LIPSCHITZ.get(encoder.config.activation, math.inf),
             )
@@ -346,14 +333,9 @@ def log_exact_constant(at: BlockAtPoint) -> float:
     return float(largest.log())
 
 
-def _std(x: Tensor, eps: float) -> Tensor:
-    """Return sqrt(var + eps) of each token."""
-    return (x.var(-1, unbiased=False) + eps).sqrt()
-
-
 def _norm_jacobians(x: Tensor, eps: float) -> Tensor:
     """Return derivatives of a parameter-free normalisation, (P − c cᵀ/(d s²))/s with c centred, (L, d, d)."""
-    centred, std = x - x.mean(-1, keepdim=True), _std(x, eps)[:, None, None]
+    centred, std = x - x.mean(-1, keepdim=True), token_std(x, eps)[:, None, None]
     width = x.shape[-1]
     project = torch.eye(width).to(x) - 1 / width
     return (project - centred[:, :, None] * centred[:, None] / (width * std.square())) / std

@@ -15,13 +15,12 @@ from semdiag.capturing.batches import Batch
 from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
 from semdiag.mathematics.bounds.block_bounds import query_norm
 from semdiag.mathematics.bounds.network_bounds import score_gradient_sums
-from semdiag.mathematics.score_strips import AttentionRows
 from semdiag.mathematics.spectral_norms import log, log_root_sum_squares
 from semdiag.measuring.calls.collector import ScoredRows, scored_rows
 from semdiag.measuring.encoders.weights import block_weights
 from semdiag_models import Encoder, InputError
 
-_MLP_NORM_EPS = 1e-5  # eps of the normalisation before the MLP (pre-norm) or after it (post-norm)
+MLP_NORM_EPS = 1e-5  # eps of the normalisation before the MLP (pre-norm) or after it (post-norm)
 _SCORES = 2**22  # largest number of scores in one forward pass (or one sample's)
 
 
@@ -103,8 +102,8 @@ class _Tracer:
         norms = {
             "token_norm": self._largest(call.tokens.norm(dim=-1)),
             "score_reach": abs(call.attention.scale) * self._largest(q) * self._largest(k),
-            "attention_std": -self._largest(-_token_std(seen[0], eps)),
-            "mlp_std": -self._largest(-_token_std(seen[1], _MLP_NORM_EPS)),
+            "attention_std": -self._largest(-token_std(seen[0], eps)),
+            "mlp_std": -self._largest(-token_std(seen[1], MLP_NORM_EPS)),
             "mlp_token_norm": self._largest(call.mlp_tokens.norm(dim=-1)),
             "hidden_norm": self._largest(call.hidden.norm(dim=-1)),
         }
@@ -131,20 +130,17 @@ class _Tracer:
             return statistics | dict.fromkeys(("log_map", "log_form"), nothing)
         xi = token_norm[:, None]
         norms = HeadNorms(self.gammas[layer], self.upsilons[layer], xi, query_norm(xi, query_bias=True))
+        united = constants  # over the union of two masks, which doubles a token's sums for heavy hitters
+        if self.kind in HEAVY_HITTERS:
+            double = math.log(2)
+            united = replace(united, log_weight=united.log_weight + double, log_xi=united.log_xi + double)
         bounds = {
-            "log_map": attention_map_bound(self._united(constants), rows.selected, norms),
+            "log_map": attention_map_bound(united, rows.selected, norms),
             "log_form": bilinear_form_bound(constants, norms),
         }
         return statistics | {
             name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()
         }
-
-    def _united(self, rows: AttentionRows) -> AttentionRows:
-        """Return rows with doubled sums over a token's queries for heavy hitters, for the union of two masks."""
-        if self.kind not in HEAVY_HITTERS:
-            return rows
-        double = math.log(2)
-        return replace(rows, log_weight=rows.log_weight + double, log_xi=rows.log_xi + double)
 
     def result(self) -> InputTraces:
         layers = [
@@ -154,7 +150,7 @@ class _Tracer:
         return InputTraces(layers, **{name: torch.cat(parts) for name, parts in self.whole.items()})
 
 
-def _token_std(x: Tensor, eps: float) -> Tensor:
+def token_std(x: Tensor, eps: float) -> Tensor:
     """Return sqrt(var + eps) of each token."""
     return (x.var(-1, unbiased=False) + eps).sqrt()
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag.mathematics.bounds.block_bounds import split_columns, split_rows
 from semdiag.mathematics.censored import predicted_classes
 from semdiag.mathematics.spectral_norms import (
     bilinear_form_norm,
@@ -21,7 +20,7 @@ from semdiag.mathematics.spectral_norms import (
 from semdiag_models import Encoder, InputError
 
 # Names of tensors below "blocks.T.": their name among the bounds, and their group.
-BLOCK_TENSORS = {
+_BLOCK_TENSORS = {
     "attention.q.weight": ("W_q", "qk"),
     "attention.q.bias": ("W_q", "qk"),  # the constant is for [W_q b_q]
     "attention.k.weight": ("W_k", "qk"),
@@ -35,7 +34,7 @@ BLOCK_TENSORS = {
     "contract.weight": ("W_R", "mlp-out"),
     "contract.bias": ("b_R", "mlp-out"),
 }
-OTHER_TENSORS = {
+_OTHER_TENSORS = {
     "embedding.weight": ("embedding", "embedding"),
     "head.weight": ("head weight", "head"),
     "head.bias": ("head bias", "head"),
@@ -53,31 +52,30 @@ class NamedTensor:
     values: Tensor  # view of the parameter: writing to it moves the encoder
     gradient: Tensor | None  # view of the parameter's gradient; None before a backward pass
 
+    @property
+    def part(self) -> slice:
+        """Its part of the vector of all parameters of a :class:`MovableEncoder`."""
+        return slice(start := self.values.storage_offset(), start + self.values.numel())
+
 
 def named_tensors(encoder: Encoder) -> list[NamedTensor]:
     """Return all parameter tensors of an encoder in the order of its layers, embedding first, head last."""
-    named = [_whole(encoder, "embedding.weight")]
-    for layer in range(len(encoder.blocks)):
-        for name, (bound, group) in BLOCK_TENSORS.items():
-            full = f"blocks.{layer}.{name}"
-            values, gradient = _block_tensor(encoder, full)
-            named.append(NamedTensor(full, layer, group, f"block {layer} {bound}", values, gradient))
-    return [*named, _whole(encoder, "head.weight"), _whole(encoder, "head.bias")]
+    first, *last = ((name, -1, group, bound) for name, (bound, group) in _OTHER_TENSORS.items())
+    blocks = [
+        (f"blocks.{layer}.{name}", layer, group, f"block {layer} {bound}")
+        for layer in range(len(encoder.blocks))
+        for name, (bound, group) in _BLOCK_TENSORS.items()
+    ]
+    return [NamedTensor(*facts, *_values(encoder, facts[0])) for facts in (first, *blocks, *last)]
 
 
-def _whole(encoder: Encoder, name: str) -> NamedTensor:
-    parameter = encoder.get_parameter(name)
-    bound, group = OTHER_TENSORS[name]
-    return NamedTensor(name, -1, group, bound, parameter.detach(), parameter.grad)
-
-
-def _block_tensor(encoder: Encoder, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return a block's tensor and its gradient; q, k and v are thirds of one stored tensor."""
-    prefix, part, kind = name.rsplit(".", 2)
+def _values(encoder: Encoder, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor and its gradient; q, k and v are thirds of one stored tensor."""
+    *prefix, part, kind = name.split(".")
     if part not in ("q", "k", "v"):
         parameter = encoder.get_parameter(name)
         return parameter.detach(), parameter.grad
-    parameter = encoder.get_parameter(f"{prefix}.qkv.{kind}")
+    parameter = encoder.get_parameter(".".join([*prefix, "qkv", kind]))
     third = "qkv".index(part)
     gradient = None if parameter.grad is None else parameter.grad.chunk(3)[third]
     return parameter.detach().chunk(3)[third], gradient
@@ -131,7 +129,11 @@ def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
     heads, config = encoder.config.heads, encoder.config
     named = {t.name.split(".", 2)[2]: t.values.double() for t in named_tensors(encoder) if t.layer == layer}
     per_head = ("attention.q", "attention.k", "attention.v")
-    rows = {name: split_rows(tensor, heads) for name, tensor in named.items() if name.startswith(per_head)}
+    rows = {
+        name: torch.unflatten(tensor, 0, (heads, -1))
+        for name, tensor in named.items()
+        if name.startswith(per_head)
+    }
     return BlockWeights(
         query=rows["attention.q.weight"],
         query_bias=rows["attention.q.bias"],
@@ -139,7 +141,7 @@ def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
         key_bias=rows["attention.k.bias"],
         value=rows["attention.v.weight"],
         value_bias=rows["attention.v.bias"],
-        output=split_columns(named["attention.out.weight"], heads),
+        output=torch.unflatten(named["attention.out.weight"], 1, (heads, -1)).transpose(0, 1),
         mlp_in=named["expand.weight"],
         mlp_in_bias=named["expand.bias"],
         mlp_out=named["contract.weight"],
@@ -159,16 +161,6 @@ def embedding_scale(encoder: Encoder) -> float:
 
 
 _TOKENS = 10_000  # tokens per forward pass: about as many as fit into a core's cache
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Position of a parameter tensor in the vector of all parameters."""
-
-    name: str  # name in :func:`~semdiag.measuring.encoders.weights.named_tensors`, like group and bound
-    group: str  # group of the tensor
-    bound: str  # its name among the constants of Theorem 2
-    part: slice  # its part of the vector
 
 
 class MovableEncoder:
@@ -191,10 +183,7 @@ class MovableEncoder:
             parameter.data = self.vector[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
         self.origin = self.vector.clone()
-        self.places = tuple(
-            TensorPlace(t.name, t.group, t.bound, slice(at := t.values.storage_offset(), at + t.values.numel()))
-            for t in named_tensors(self.encoder)
-        )
+        self.places = tuple(named_tensors(self.encoder))
 
     def move_to(self, point: Tensor) -> None:
         """Move the copy to a point, (n,)."""

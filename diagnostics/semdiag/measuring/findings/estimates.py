@@ -20,8 +20,7 @@ from semdiag.measuring.findings.findings import (
     json_ready,
     records,
 )
-from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import percentiles, pooled_table
+from semdiag.measuring.probe import percentile_rows, percentiles
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
 from semdiag_models import InputError
@@ -73,8 +72,20 @@ def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
 
 def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
     """Return percentiles of a quantity of one model for every layer and head, and pooled: ``(ALL, ALL)``."""
+    sketches = findings.measurements.sketches
+    sketched = sketches[(sketches["model"] == model) & (sketches["quantity"] == quantity)]
+    table: dict[Place, Percentiles]
+    if len(sketched):
+        places = {place: sketched.iloc[at[0]] for place, at in places_of(sketched)}
+        ordered = sorted(places, key=lambda place: (place[0] == ALL, place[0], place[1] == ALL, place[1]))
+        table = {place: places[place][list(percentiles([]))].to_dict() for place in ordered}
+    else:
+        rows = rows_of(_rows(findings, quantity), model)
+        values = rows[quantity].to_numpy(np.float64)
+        table = {place: percentiles(values[at]) for place, at in places_of(rows)} | {
+            (ALL, ALL): percentiles(values)
+        }
     broken = broken_places(findings, model)
-    table = _place_percentiles(findings, model, quantity)
     return {place: _unknown(row) if place in broken else row for place, row in table.items()}
 
 
@@ -90,19 +101,6 @@ def _unknown(row: Percentiles) -> Percentiles:
     return {**percentiles([]), "queries": row["queries"], "undefined": row["queries"]}
 
 
-def _place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
-    sketches = findings.measurements.sketches
-    own = sketches[(sketches["model"] == model) & (sketches["quantity"] == quantity)]
-    if len(own):
-        known = {place: own.iloc[at[0]] for place, at in places_of(own)}
-        ordered = sorted(known, key=lambda place: (place[0] == ALL, place[0], place[1] == ALL, place[1]))
-        return {place: known[place][list(percentiles([]))].to_dict() for place in ordered}
-    rows = rows_of(_rows(findings, quantity), model)
-    values = rows[quantity].to_numpy(np.float64)
-    table = {place: percentiles(values[at]) for place, at in places_of(rows)}
-    return table | {(ALL, ALL): percentiles(values)}
-
-
 def pooled_percentiles(findings: Findings, quantity: str) -> dict[str, Percentiles]:
     """Return percentiles of a quantity over all layers and heads."""
     models = _rows(findings, quantity)["model"].unique()
@@ -115,7 +113,7 @@ def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFra
     for model, rows in _rows(findings, quantity).groupby("model", sort=False):
         places = findings(place_percentiles, str(model), quantity).items()
         sketched = [{"layer": layer, **row} for (layer, head), row in places if head == ALL != layer]
-        table = pd.DataFrame(sketched) if sketched else pooled_table(rows, quantity, by="layer")
+        table = pd.DataFrame(sketched) if sketched else percentile_rows(rows, quantity, "layer")
         broken = {layer for layer, head in broken_places(findings, str(model)) if head == ALL}
         layers = records(table.sort_values("layer"))
         tables[str(model)] = pd.DataFrame({**r, **_unknown(r)} if r["layer"] in broken else r for r in layers)
@@ -124,30 +122,28 @@ def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFra
 
 def percentile_table(findings: Findings, quantity: str) -> pd.DataFrame:
     """Return percentiles of a quantity per layer and head, and pooled, of every model."""
-    models = [str(model) for model in findings.measurements.models["model"]]
-    return pd.DataFrame({"model": model, **row} for model in models for row in _places(findings, model, quantity))
+    models = map(str, findings.measurements.models["model"])
+    return pd.DataFrame(row for model in models for row in _places(findings, {"model": model}, quantity))
 
 
 def within_table(findings: Findings) -> pd.DataFrame:
     """Return percentiles of what every counterfactual k would keep, by layer and head and pooled, by model."""
     table: list[dict[Any, Any]] = []
-    for model in findings.measurements.models["model"]:
+    for model in map(str, findings.measurements.models["model"]):
         own = findings.measurements.of(model)
         for k in counterfactual_ks(own.queries):
             for quantity in ("dispersion", "separation", "weight_kept", "load"):
                 rows, column = own.loads if quantity == "load" else own.queries, f"{quantity}_k{k}"
                 if column in rows:
-                    place = {"model": model, "quantity": quantity, "k": k}
-                    table += [{**place, **row} for row in _places(findings, str(model), column)]
+                    table += _places(findings, {"model": model, "quantity": quantity, "k": k}, column)
     return pd.DataFrame(table)
 
 
-def _places(findings: Findings, model: str, column: str) -> list[dict[Any, Any]]:
-    """Return one row per layer and head, then one for all together."""
+def _places(findings: Findings, facts: dict[str, Any], column: str) -> list[dict[Any, Any]]:
+    """Return facts with the percentiles of each layer and head, then those of all together."""
+    places = findings(place_percentiles, facts["model"], column).items()
     return [
-        {"layer": layer, "head": head, **row}
-        for (layer, head), row in findings(place_percentiles, model, column).items()
-        if (layer == ALL) == (head == ALL)
+        {**facts, "layer": at[0], "head": at[1], **row} for at, row in places if (at[0] == ALL) == (at[1] == ALL)
     ]
 
 
@@ -207,15 +203,6 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def estimates_of(findings: Findings, model: str) -> Summary:
-    """Return a command's JSON on drawn queries, with the pooled estimates; empty if none were drawn."""
-    if model not in drawn(findings):
-        return {}
-    table = findings(estimate_table)
-    pooled = table[(table["model"] == model) & (table["layer"] == ALL)].drop(columns=["model", "layer", "head"])
-    return {"sampled": {**drawing(findings, model), "estimates": pooled.to_dict("records")}}
-
-
 def drawing(findings: Findings, model: str) -> Summary:
     """Return the number of drawn queries of a model, their share, the share kept, and what extremes cover."""
     row = rows_of(findings.measurements.models, model).iloc[0]
@@ -265,12 +252,8 @@ def _sample_sentences(findings: Findings) -> list[str]:
     sentences = []
     for name, rows in findings.measurements.sketches.groupby("model", sort=False):
         of = "drawn " * (name in drawn(findings))
-        counts = _counts(findings, str(name))
-        many = " and ".join(
-            f"{counts[quantity]:,} {what}"
-            for quantity, what in (("dispersion", f"{of}queries"), ("load", "keys"))
-            if quantity in counts
-        )
+        what = {"dispersion": f"{of}queries", "load": "keys"}
+        many = " and ".join(f"{n:,} {what[quantity]}" for quantity, n in _counts(findings, str(name)).items())
         exact = "those of all drawn queries" if of else "exact"
         sentences.append(
             f"Sampled: {name} has {many}, more than are kept one by one. Counts, means and extremes in the "
@@ -293,16 +276,13 @@ def partial_sentences(findings: Findings) -> list[str]:
     for model in map(str, findings.measurements.models["model"]):
         own, counts, words = findings.measurements.of(model), _counts(findings, model), drawing(findings, model)
         of = "drawn " * (words["share"] < 1)
-        some = [f"{len(own.queries):,}{_out_of(counts, 'dispersion')} {of}queries"]
-        some += [f"{len(own.loads):,}{_out_of(counts, 'load')} keys"]
+        all_of = {name: f" of {count:,}" for name, count in counts.items()}
+        some = [f"{len(own.queries):,}{all_of.get('dispersion', '')} {of}queries"]
+        some += [f"{len(own.loads):,}{all_of.get('load', '')} keys"]
         why = [f"{words['share']:.2%} of the queries were drawn"] * bool(of)
         why += ["of more than --max-queries a random sample is kept"] * bool(counts)
         sentences += [f"of {model} {' and '.join(some)}; {', and '.join(why)}"] * bool(why)
     return sentences
-
-
-def _out_of(counts: dict[str, int], quantity: str) -> str:
-    return f" of {counts[quantity]:,}" if quantity in counts else ""
 
 
 Percentile = Callable[[str], Summary]  # from a column of the queries or loads, for one layer and head
@@ -315,7 +295,17 @@ def by_layer(findings: Findings, describe: Describe) -> dict[str, Summary]:
     for model in measurements.models["model"]:
         own = measurements.of(model)
         layers = partial(_layers, findings, model, describe)
-        result = {"unit": "nats", **layers(""), **estimates_of(findings, model), "capture": _capture(own)}
+        result = {"unit": "nats", **layers("")}
+        if model in drawn(findings):
+            table = findings(estimate_table)
+            pooled = table[(table["model"] == model) & (table["layer"] == ALL)]
+            estimates = pooled.drop(columns=["model", "layer", "head"]).to_dict("records")
+            result["sampled"] = {**drawing(findings, model), "estimates": estimates}
+        row = own.models.iloc[0]
+        result["capture"] = {"found": int(row["attention_found"]), "captured": int(row["attention_captured"])}
+        result["capture"] |= {name: float(row[name]) for name in RESIDUALS}
+        for name in ("skipped", "remarks"):
+            result["capture"][name] = getattr(own, name).drop(columns="model").to_dict("records")
         within = [{"k": k, **layers(f"_k{k}")} for k in counterfactual_ks(own.queries)]
         results[str(model)] = json_ready(result | ({"within_model": within} if within else {}))
     return results
@@ -333,14 +323,6 @@ def _layers(findings: Findings, model: str, describe: Describe, suffix: str) -> 
 def without(table: Summary, *names: str) -> Summary:
     """Return a table of numbers without some of them."""
     return {key: value for key, value in table.items() if key not in names}
-
-
-def _capture(own: Measurements) -> Summary:
-    """Return the capture's completeness: modules found and captured, residual, skipped operations, remarks."""
-    row = own.models.iloc[0]
-    found, captured = int(row["attention_found"]), int(row["attention_captured"])
-    listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}
-    return {"found": found, "captured": captured, **{name: float(row[name]) for name in RESIDUALS}, **listed}
 
 
 def check_supposed_k(findings: Findings, k: int) -> None:

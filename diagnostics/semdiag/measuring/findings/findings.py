@@ -53,13 +53,7 @@ class Findings:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Answer:
-        """Return the answer to a question, which is computed once.
-
-        Args:
-            question: function of findings. Its result is shared and must not be changed.
-            *args: further arguments of the question, hashable.
-            **kwargs: further keyword arguments of the question, hashable.
-        """
+        """Return the answer of a function of findings and of hashable arguments; it is shared: never change it."""
         key = question, args, *sorted(kwargs.items())
         if key not in self._answers:
             self._answers[key] = question(self, *args, **kwargs)
@@ -285,22 +279,17 @@ def log10(natural: float) -> float:
 
 def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]:
     """Return the findings about a model or pair as plain values."""
+    words = ("claim", "form", "where", "note")
     return [
-        {
-            "claim": f.claim,
-            "form": f.form,
-            "where": f.where,
-            "verdict": f.verdict.value,
-            "numbers": {name: float(value) for name, value in f.numbers.items()},
-            "note": f.note,
-        }
+        {name: getattr(f, name) for name in words}
+        | {"verdict": f.verdict.value, "numbers": {name: float(value) for name, value in f.numbers.items()}}
         for f in judged
         if f.subject == subject
     ]
 
 
 BLIND = 0.25  # fraction of the largest output: missing terms go unnoticed if rounding can change it by so much
-OFF = 0.1  # a change of this fraction by rounding is as large as a missing term
+_OFF = 0.1  # a change of this fraction by rounding is as large as a missing term
 _OLDER = 1e-3  # residual above which something is missing, if the effect of rounding is unknown
 
 
@@ -328,7 +317,7 @@ def completeness(row: Mapping[str, Any]) -> Completeness:
         return Completeness.COMPLETE if residual < _OLDER else Completeness.MISSING
     if excess > 1:
         return Completeness.MISSING
-    return Completeness.BLIND if row["rounding"] > BLIND or residual > OFF else Completeness.COMPLETE
+    return Completeness.BLIND if row["rounding"] > BLIND or residual > _OFF else Completeness.COMPLETE
 
 
 Place = tuple[int, int]  # layer and head

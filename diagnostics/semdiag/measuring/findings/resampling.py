@@ -153,7 +153,8 @@ def rank_correlation_interval(
     every = np.ones(len(samples), np.int64)
     drawn = rng.multinomial(len(samples), np.full(len(samples), 1 / len(samples)), size=resamples)
     correlations = np.array([_rank_correlation(ties, times[owner]) for times in (every, *drawn)])
-    return _interval(float(correlations[0]), correlations[1:], len(samples))
+    resampled = correlations[1:][np.isfinite(correlations[1:])]
+    return Interval(float(correlations[0]), *interval_ends(resampled, len(samples)))
 
 
 def _rank_correlation(ties: list[NDArray[np.int64]], weights: NDArray[np.int64]) -> float:
@@ -161,15 +162,10 @@ def _rank_correlation(ties: list[NDArray[np.int64]], weights: NDArray[np.int64])
     ranks = []
     for numbers in ties:
         held = np.bincount(numbers, weights)
-        ranks.append(
-            (np.cumsum(held) - held / 2)[numbers]
-        )  # differs from the usual rank by a constant, which cancels
+        # It differs from the usual rank by a constant, which cancels.
+        ranks.append((np.cumsum(held) - held / 2)[numbers])
     total = weights.sum()
     x, y = (rank - (weights * rank).sum() / total for rank in ranks)
     weighted = weights * x
     spread = np.sqrt((weighted * x).sum() * (weights * y * y).sum())
     return float((weighted * y).sum() / spread) if spread > 0 else float("nan")
-
-
-def _interval(estimate: float, resampled: NDArray[np.float64], units: int) -> Interval:
-    return Interval(estimate, *interval_ends(resampled[np.isfinite(resampled)], units))

@@ -14,8 +14,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike, NDArray
 
 from semdiag.capturing.attention_call import external
-from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, Findings, path_tail
-from semdiag.measuring.words import counted, percent
+from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     AttentionStyle,
@@ -336,30 +335,30 @@ def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[n
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def powers_of_ten(low: float, high: float) -> str:
-    """Return the range of several factors, in powers of ten."""
-    ends = power_of_ten(low), power_of_ten(high)
-    return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
-
-
 def factors(low: float, high: float) -> str:
-    """Return the range of several factors, as plain numbers below a thousand."""
-    if high >= 3:
-        return powers_of_ten(low, high)
-    ends = [f"{float(f'{10**end:.2g}'):g}" for end in (low, high)]
+    """Return the range of several factors: powers of ten, or plain numbers below a thousand."""
+    ends = [
+        "10" + str(round(end)).translate(_SUPERSCRIPT) if high >= 3 else f"{float(f'{10**end:.2g}'):g}"
+        for end in (low, high)
+    ]
     return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
 
 
-def power_of_ten(exponent: float) -> str:
-    """Return the nearest whole power of ten, with a superscript."""
-    return "10" + str(round(exponent)).translate(_SUPERSCRIPT)
+_APART = 0.075  # of a panel's height, between two names
 
 
-def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Return in words the noise level, samples and draws behind some secants."""
-    levels = ", ".join(percent(level, "g") for level in sorted(secants["level"].unique()))
-    samples = int(secants.groupby("model")["sample"].nunique().max())
-    seed = findings.measurements.provenance.get("seed")
-    drawn = "" if seed is None else f" (seed {seed})"
-    count = f"{counted(samples, 'sample')} per model"
-    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"
+def name_ends(ax: Axes, ends: Sequence[tuple[float, str, str, str]]) -> None:
+    """Write names beside the ends of lines, apart from each other; an end is (height, name, colour, gid)."""
+    ends = sorted(ends)
+    to_share = ax.transData - ax.transAxes
+    places = [float(to_share.transform((ax.get_xlim()[1], y))[1]) for y, *_ in ends]
+    for at in range(1, len(places)):
+        places[at] = max(places[at], places[at - 1] + _APART)
+    for at in reversed(range(len(places))):
+        places[at] = min(places[at], (places[at + 1] if at + 1 < len(places) else 1 + _APART) - _APART)
+    for (_, name, color, gid), place in zip(ends, places, strict=True):
+        label = ax.annotate(
+            name, (1, place), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points", va="center",
+            color=color, fontweight="bold", fontsize=9, annotation_clip=False,
+        )  # fmt: skip
+        label.set_gid(gid or None)

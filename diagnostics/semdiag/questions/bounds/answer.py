@@ -1,7 +1,7 @@
 """Constants of Theorem 2 and Corollary 1: verdicts, sentences, tables."""
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import (
     Finding,
     Findings,
-    Pair,
     Verdict,
     agreed,
     compared_pairs,
@@ -35,14 +34,12 @@ from semdiag.presenting.answer import (
     verdict_table,
     with_facts,
 )
-from semdiag.presenting.drawing.panels import factors, model_labels, powers_of_ten
+from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.bounds.corollary import (
     CLAIMS,
-    HEURISTIC,
     JUDGED_PERCENTILES,
     LEFT_SIDES,
-    NOT_COMPARABLE,
     corollary_findings,
     corollary_table,
 )
@@ -54,25 +51,19 @@ def network_rungs(findings: Findings, model: str) -> dict[str, float]:
     """Return the gaps between the whole gradient and its bounds, with their causes, in nats."""
     measurements = findings.measurements
     rows = measurements.constants[measurements.constants["model"] == model].to_dict("records")
-    logs = {_NAMES[place]: _value(row) for row in rows if (place := (row["quantity"], row["form"])) in _NAMES}
+    logs = {
+        _NAMES[place]: float(row["ln_finite"] if row["infinite"] else row["ln_value"])
+        for row in rows if (place := (row["quantity"], row["form"])) in _NAMES
+    }  # fmt: skip
     slopes = measurements.parameters.loc[measurements.parameters["model"] == model, "ln_gradient"].to_numpy(float)
     if len(logs) < len(_NAMES) or np.isnan(slopes).any():
         return {}
     gradient = float(np.logaddexp.reduce(2 * slopes, initial=-math.inf)) / 2
     if not all(map(math.isfinite, (gradient, *logs.values()))):
         return {}
-    return {
-        "gradient": gradient,
-        "local": logs["local"],
-        "sound": logs["sound"],
-        "residual": logs["any"] - logs["local"],
-        "point": logs["sound"] - logs["any"],
-        "left": logs["local"] - gradient,
-    }
-
-
-def _value(row: dict[Hashable, Any]) -> float:
-    return float(row["ln_finite"] if row["infinite"] else row["ln_value"])
+    gaps = {"residual": logs["any"] - logs["local"], "point": logs["sound"] - logs["any"]}
+    ends = {"gradient": gradient, "local": logs["local"], "sound": logs["sound"]}
+    return ends | gaps | {"left": logs["local"] - gradient}
 
 
 SCOPE = (
@@ -100,7 +91,9 @@ def parameter_findings(findings: Findings) -> list[Finding]:
         reason = network["assumptions"].to_dict().get("sound", "")
         tensors = [_tensor(model, row, reason) for row in rows.to_dict("records")]
         sound = _together(model, tensors, "sound", reason)
-        sound = replace(sound, numbers={**sound.numbers, **_without_guarantee(network)})
+        infinite, finite = (network[name].to_dict().get("sound", 0) for name in ("infinite", "ln_finite"))
+        without = {"inputs without a guarantee": infinite, "ln λ_L of the others": finite} if infinite else {}
+        sound = replace(sound, numbers={**sound.numbers, **without})
         point, paper, local = (_of_form(model, rows, network, form) for form in ("point", "paper", "local"))
         results += [*point, sound, *paper, *local, *tensors]
     return results
@@ -114,12 +107,6 @@ def _of_form(model: str, rows: pd.DataFrame, network: pd.DataFrame, form: str) -
     known = known if form == "paper" else known.assign(ln_secant=math.nan)
     tensors = [_tensor(model, row, reason) for row in known.to_dict("records")]
     return [_together(model, tensors, form, reason)] if tensors or form == "paper" else []
-
-
-def _without_guarantee(network: pd.DataFrame) -> dict[str, float]:
-    """Return how many sound constants are infinite, and the largest finite one; nothing if all are finite."""
-    infinite, finite = (network[name].to_dict().get("sound", 0) for name in ("infinite", "ln_finite"))
-    return {"inputs without a guarantee": infinite, "ln λ_L of the others": finite} if infinite else {}
 
 
 def _tensor(model: str, row: Mapping[Hashable, Any], reason: str) -> Finding:
@@ -195,7 +182,11 @@ def answer(findings: Findings) -> Answer | None:
         headline,
         bounds_sentences(findings),
         findings(bounds_findings),
-        tables=bounds_tables(findings),
+        tables={
+            **{name: with_facts(findings, getattr(measurements, name)) for name in _TABLES},
+            "corollary": corollary_table(findings, findings(compared_pairs)),
+            "bounds_verdicts": verdict_table(findings(bounds_findings)),
+        },
         results=results,
         more={"scope": SCOPE, "pairs": pairs},
         shown=[*shown, SCOPE],
@@ -204,59 +195,59 @@ def answer(findings: Findings) -> Answer | None:
 
 
 _TABLES = ("constants", "parameters")
-_PAPERS = {"W": "eq. 304", "X": "eq. 305"}
-_GUARANTEE = {"W": "in the parameters (W)", "X": "in the inputs (X)"}
+
+
+def _cases(findings: Findings, fixed: bool, form: str) -> tuple[int, int, int]:
+    """Return in how many cases top-k masks, or fixed ones, have the better guarantee; of how many; unmet."""
+    models = findings.measurements.models
+    kinds = dict(zip(models["model"], models["attention"], strict=True))
+    labels = {p.label for p in findings(compared_pairs) if (kinds[p.other] in FIXED_MASKS) == fixed}
+    verdicts = [
+        f.verdict
+        for f in findings(bounds_findings)
+        if f.claim in CLAIMS and f.form == form and f.percentile in JUDGED_PERCENTILES and f.subject in labels
+    ]
+    unmet = verdicts.count(Verdict.NOT_MET)
+    return verdicts.count(Verdict.HOLDS), len(verdicts) - unmet, unmet
 
 
 def corollary_in_short(findings: Findings) -> list[str]:
     """Return in how many cases top-k masks have the better guarantee; then the same for fixed masks."""
-    cases = [f for f in findings(bounds_findings) if f.claim in CLAIMS and f.percentile not in (None, 100)]
-    fixed = {pair.label for pair in findings(compared_pairs) if _is_fixed(findings, pair)}
-    of_top_k, control = ([f for f in cases if (f.subject in fixed) == wanted] for wanted in (False, True))
     sentences = []
-    if parts := _counts(of_top_k):
-        sentences.append(
-            f"Corollary 1: the top-k mask has the better guarantee {parts} (percentiles 75 to 95, both "
-            "conditions)."
-        )
-    if parts := _counts(control):
-        sentences.append(
-            "The same for fixed masks, a control about which the corollary claims nothing: the mask's constants "
-            f"are the smaller ones {parts}."
-        )
+    for fixed, start, end in (
+        (
+            False,
+            "Corollary 1: the top-k mask has the better guarantee",
+            " (percentiles 75 to 95, both conditions)",
+        ),
+        (True, "The same for fixed masks, a control about which the corollary claims nothing:", ""),
+    ):
+        parts = []
+        for form in ("paper", "sound"):
+            met, stated, unmet = _cases(findings, fixed, form)
+            more = f" (assumption not met in {unmet} more)" if unmet else ""
+            parts += [f"in {met} of {counted(stated, 'case')} in the {form} form{more}"] if stated + unmet else []
+        sentences += [f"{start} {', '.join(parts)}{end}."] if parts else []
     return sentences
 
 
-def _counts(cases: Sequence[Finding]) -> str:
-    """Return ``in 2 of 18 cases in the paper form (assumption not met in 6 more), …``."""
-    parts = []
-    for form in ("paper", "sound"):
-        of_form = [f for f in cases if f.form == form]
-        stated = [f for f in of_form if f.verdict is not Verdict.NOT_MET]
-        met = sum(f.verdict is Verdict.HOLDS for f in stated)
-        unmet = len(of_form) - len(stated)
-        more = f" (assumption not met in {unmet} more)" if unmet else ""
-        parts += [f"in {met} of {counted(len(stated), 'case')} in the {form} form{more}"] if of_form else []
-    return ", ".join(parts)
-
-
-def _is_fixed(findings: Findings, pair: Pair) -> bool:
-    """Return whether a pair's mask ignores the scores."""
-    models = findings.measurements.models
-    return bool(models.loc[models["model"] == pair.other, "attention"].isin(FIXED_MASKS).all())
-
-
 def bounds_sentences(findings: Findings) -> list[str]:
-    """Return whether the constants hold, and where a mask has the better guarantee."""
+    """Return whether the constants of each model hold, and why pairs cannot be compared."""
     sentences = []
     for model, label in model_labels(findings.measurements.models).items():
-        of_model = [f for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
-        parts = [*constants_sentences(of_model), *rungs_sentences(findings(network_rungs, model))]
+        parts = _model_lines(findings, model)
         sentences += [f"{label}: {' '.join(parts)}"] if parts else []
     for pair in findings(compared_pairs):
-        parts = list(_corollary_sentences(findings(corollary_findings, pair), _is_fixed(findings, pair)))
-        sentences += [f"{pair.label}: {' '.join(parts)} ({HEURISTIC[0].upper()}{HEURISTIC[1:]}.)"] if parts else []
+        judged = [f for f in findings(corollary_findings, pair) if f.verdict is Verdict.NOTHING]
+        sentences += [f"{pair.label}: {verdict_line(f)}." for f in judged]
     return sentences or ["No constant of these models is known."]
+
+
+def _model_lines(findings: Findings, model: str) -> list[str]:
+    """Return the verdicts on a model's constants, the nearest form first, and the gaps between them."""
+    judged = [f for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
+    judged.sort(key=lambda f: FORMS.index(f.form))
+    return [f"{verdict_line(f)}." for f in judged] + rungs_sentences(findings(network_rungs, model))
 
 
 def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
@@ -270,92 +261,6 @@ def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
         f"worst case {rungs['sound']:.1f}. Of the {gap:.1f} nats between, the loss's residual explains "
         f"{parts['residual']}, what else the point knows {parts['point']}; {parts['left']} are left."
     ]
-
-
-def constants_sentences(judged: Iterable[Finding]) -> list[str]:
-    """Return sentences on one model's constants: those that could have failed, then the vacuous ones."""
-    by_form = sorted(judged, key=lambda f: FORMS.index(f.form))
-    vacuous = [f for f in by_form if f.verdict is Verdict.VACUOUS]
-    sentences = [_constants_sentence(f) for f in by_form if f not in vacuous]
-    if vacuous:
-        parts = "; ".join(_vacuous_words(f) for f in vacuous)
-        sentences.append(f"Vacuous, true and more than 1,000 times the measured slopes in most tensors: {parts}.")
-    return sentences
-
-
-def _vacuous_words(finding: Finding) -> str:
-    """Return the gap of a vacuous form, and its unmet assumptions."""
-    n, reason = finding.numbers, _unmet_words(finding)
-    gaps = powers_of_ten(n["smallest log10 gap"], n["largest log10 gap"])
-    tensors = int(n["holds"] + n["vacuous"])
-    return (
-        f"the {finding.form} constants of Theorem 2, {gaps} times what was measured in {tensors} tensors{reason}"
-    )
-
-
-def _unmet_words(finding: Finding) -> str:
-    assumed = finding.note.replace("assumption not met: ", "")
-    return f" (these assumptions do not hold here: {assumed})" if assumed else ""
-
-
-def _constants_sentence(finding: Finding) -> str:
-    """Return a sentence on one form of one model's constants."""
-    n, name, reason = finding.numbers, f"the {finding.form} constants of Theorem 2", _unmet_words(finding)
-    if finding.form in ("point", "local"):
-        at_point = finding.form == "point"
-        name = "the bounds of the gradient at this point" if at_point else "the local bounds of the gradient"
-    if finding.verdict is Verdict.VIOLATED:
-        fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
-        return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."
-    if finding.verdict is Verdict.NOT_MET and reason:
-        return f"Nothing can be said about {name}{reason}."
-    if finding.verdict is not Verdict.HOLDS:
-        return f"On {name}: {finding.verdict}{reason}."
-    which = "of the queries and keys " if finding.form == "point" else ""
-    sentence = f"In {n['holds'] + n['vacuous']:.0f} tensors {which}the loss is no steeper than {name}"
-    if "smallest log10 gap" not in n:  # no slope to compare with: of weights that are no numbers
-        return f"{sentence}{reason}."
-    gaps = factors(n["smallest log10 gap"], n["largest log10 gap"])
-    near = f", {n['within a factor of ten']:.0f} within a factor of ten" if n["within a factor of ten"] else ""
-    slopes = "gradients" if finding.form in ("point", "local") else "slopes"  # secants leave the point
-    return f"{sentence}, which are {gaps} times the measured {slopes}{near}{reason}."
-
-
-def _corollary_sentences(judged: Sequence[Finding], fixed: bool) -> Iterator[str]:
-    for form in ("paper", "sound"):
-        for claim, parameter in CLAIMS.items():
-            of_claim = [f for f in judged if f.claim == claim and f.form == form]
-            at_percentiles = [f for f in of_claim if f.percentile is not None]
-            if at_percentiles:
-                yield _condition_sentence(form, parameter, at_percentiles, fixed)
-            elif of_claim:
-                yield f"Inconclusive {_GUARANTEE[parameter]}, {form} form: {of_claim[0].note}."
-    for f in judged:
-        if f.claim == NOT_COMPARABLE:
-            yield f"Inconclusive: {f.note}."
-
-
-def _side_words(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "∞" if value > 0 else "−∞"
-
-
-def _condition_sentence(form: str, parameter: str, parts: Sequence[Finding], fixed: bool) -> str:
-    """Return at which percentiles one condition gives the mask the better guarantee."""
-    by_verdict: dict[Verdict, list[str]] = {}
-    for f in parts:
-        value = f.numbers[LEFT_SIDES[form][0]]
-        shown = f.where if f.verdict is Verdict.NOT_MET or pd.isna(value) else f"{f.where} ({_side_words(value)})"
-        by_verdict.setdefault(f.verdict, []).append(shown)
-    words = {
-        Verdict.HOLDS: "holds at",
-        Verdict.VIOLATED: "does not hold at",
-        Verdict.NOT_MET: "cannot be stated at",
-    }
-    cases = ", ".join(f"{words[v]} {', '.join(at)}" for v, at in by_verdict.items())
-    equation = "Theorem 4" if fixed else _PAPERS[parameter]
-    what = f"{equation}, left side below 1" if form == "paper" else "ln margin below 0"
-    whose = "Control: a smaller constant of the fixed mask" if fixed else "A better guarantee of the mask"
-    return f"{whose} {_GUARANTEE[parameter]}, {form} form ({what}), {cases}."
 
 
 def _exponential(value: float) -> str:
@@ -394,10 +299,10 @@ def _shown(findings: Findings, model: str) -> Iterator[str | NumberTable]:
     """Yield slopes and constants of one model."""
     measured = findings.measurements.of(model)
     yield f"{title(findings, model)}: slopes of the loss, by group"
-    yield _slopes(measured.parameters)
-    judged = [f for f in findings(parameter_findings) if f.where == "all" and f.subject == model]
-    yield from constants_sentences(judged)
-    yield from rungs_sentences(findings(network_rungs, model))
+    names = [column.name for column in _SLOPES[2:]]
+    largest = measured.parameters.groupby(["layer", "group"], sort=False)[names].max().reset_index()
+    yield NumberTable(_SLOPES, records(largest))
+    yield from _model_lines(findings, model)
     yield "Constants:"
     yield _constants(measured.constants)
 
@@ -424,13 +329,6 @@ def _shown_pair(conditions: list[Finding]) -> Iterator[str | NumberTable]:
     yield from map(verdict_line, others)
 
 
-def _slopes(parameters: pd.DataFrame) -> NumberTable:
-    """Return the largest measured slope and constants of each group of tensors, as natural logarithms."""
-    names = [column.name for column in _SLOPES[2:]]
-    largest = parameters.groupby(["layer", "group"], sort=False)[names].max().reset_index()
-    return NumberTable(_SLOPES, records(largest))
-
-
 def _constants(constants: pd.DataFrame) -> NumberTable:
     """Return a row a head, which repeats the constants of its layer."""
     named = constants.assign(name=constants["quantity"] + "-" + constants["form"])
@@ -448,33 +346,13 @@ def _constants(constants: pd.DataFrame) -> NumberTable:
 
 def bounds_glance(findings: Findings) -> Glance:
     """Return in how many cases the paper's corollary gives a top-k mask the better guarantee."""
-    models = findings.measurements.models
-    fixed_masks = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
-    labels = {pair.label for pair in findings(compared_pairs) if pair.other not in fixed_masks}
-    cases = [
-        f
-        for f in findings(bounds_findings)
-        if f.claim in CLAIMS and f.form == "paper" and f.percentile in JUDGED_PERCENTILES and f.subject in labels
-    ]
-    stated = [f for f in cases if f.verdict is not Verdict.NOT_MET]
+    met, stated, _ = _cases(findings, False, "paper")
     if not stated:
-        return Glance(
-            Outcome.OPEN, "0 cases", "in which the corollary says anything about a top-k mask", claim=True
-        )
-    met = sum(f.verdict is Verdict.HOLDS for f in stated)
+        words = "in which the corollary says anything about a top-k mask"
+        return Glance(Outcome.OPEN, "0 cases", words, claim=True)
     return Glance(
-        Outcome.HOLDS if met == len(stated) else Outcome.DOES_NOT, f"{met:,} of {counted(len(stated), 'case')}",
+        Outcome.HOLDS if met == stated else Outcome.DOES_NOT, f"{met:,} of {counted(stated, 'case')}",
         f"in which the {top_words(findings)} mask has the better guarantee by Corollary 1 as printed (p75 to "
         "p95, W and X)",
         claim=True,
     )  # fmt: skip
-
-
-def bounds_tables(findings: Findings) -> dict[str, pd.DataFrame]:
-    """Return constants and tensors of every model, conditions of every pair, verdicts."""
-    return {
-        "constants": with_facts(findings, findings.measurements.constants),
-        "parameters": with_facts(findings, findings.measurements.parameters),
-        "corollary": corollary_table(findings, findings(compared_pairs)),
-        "bounds_verdicts": verdict_table(findings(bounds_findings)),
-    }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -55,7 +56,10 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
     full, masked = models[pair.full], models[pair.other]
     known = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
     if not known or pd.isna(masked["k"]):
-        return [_not_comparable(measurements, pair, str(full["attention"]), str(masked["attention"]))]
+        kinds = f"{full['attention']} and {masked['attention']}"
+        reasons = [f"Corollary 1 compares full attention with a mask it covers; these are {kinds}"]
+        reasons += differences(measurements.models, pair)
+        return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, "; ".join(reasons))]
     if any(diverged(findings, model) for model in (pair.full, pair.other)):
         return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, DIVERGED)]
     results, table = [], pair_percentiles(findings, pair)
@@ -192,13 +196,7 @@ def _judged(
         if left == math.inf or math.isnan(left):
             verdict = Verdict.NOT_MET
             reason = f"Δ at most {table.rounding:.1g} is a tie within rounding" if tie else "Δ ≤ 0 or δ_s = 0"
-        numbers = {
-            name: left,
-            "δ_s": table.full_dispersion[at],
-            "δ": table.dispersion[at],
-            "Δ": table.separation[at],
-            "load": table.load[at],
-        }
+        numbers = {name: left} | {key: getattr(table, column)[at] for column, key in _PAIRED.items()}
         parts.append(Finding(label, claim, form, f"p{p}", verdict, numbers, reason, percentile=p))
     sides = {f"{name} p{p}": f.numbers[name] for p, f in zip(PAPER_PERCENTILES, parts, strict=True)}
     overall = agreed(f.verdict for f in parts if f.percentile in JUDGED_PERCENTILES)
@@ -227,12 +225,6 @@ def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:
     return results
 
 
-def _not_comparable(measurements: Measurements, pair: Pair, full: str, other: str) -> Finding:
-    reasons = [f"Corollary 1 compares full attention with a mask it covers; these are {full} and {other}"]
-    reasons += differences(measurements.models, pair)
-    return Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, "; ".join(reasons))
-
-
 _PAIRED = {"full_dispersion": "δ_s", "dispersion": "δ", "separation": "Δ", "load": "load"}
 COROLLARY_COLUMNS = ["pair", "parameter", "form", "percentile", "value", "threshold", "verdict", *_PAIRED, "note"]
 
@@ -244,16 +236,9 @@ def corollary_table(findings: Findings, pairs: Iterable[Pair]) -> pd.DataFrame:
         if finding.percentile is None:
             continue
         name, threshold = LEFT_SIDES[finding.form]
-        row = {
-            "pair": finding.subject,
-            "parameter": CLAIMS[finding.claim],
-            "form": finding.form,
-            "percentile": finding.percentile,
-            "value": float(finding.numbers[name]),
-            "threshold": threshold,
-            "verdict": finding.verdict.value,
-        }
+        row: dict[str, Any] = {"pair": finding.subject, "parameter": CLAIMS[finding.claim], "form": finding.form}
+        row |= {"percentile": finding.percentile, "value": float(finding.numbers[name]), "threshold": threshold}
         row |= {column: float(finding.numbers[key]) for column, key in _PAIRED.items()}
-        rows.append({**row, "note": finding.note})
+        rows.append({**row, "verdict": finding.verdict.value, "note": finding.note})
     numbers = dict.fromkeys(["value", "threshold", *_PAIRED], "float64")
     return pd.DataFrame(rows, columns=COROLLARY_COLUMNS).astype(numbers)

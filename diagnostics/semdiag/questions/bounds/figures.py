@@ -90,13 +90,11 @@ HEADINGS = (
         "How far below their bounds are the slopes of the loss?",
         (),
         (
-            "A constant is the largest over the evaluated inputs at this checkpoint, not over all inputs, nor "
-            "along training: it bounds the gradient there and is not a Lipschitz constant of a region. The local "
-            "form carries each input's residual back token by token, with what is known at the point. "
-            "Gradient and secant are lower bounds of the true constant; either may be the larger.",
-            "The paper's form is one value for all evaluated inputs together, from their largest norm, δ and load "
-            "and their smallest Δ. It is computed for its own equations (post-norm, no biases). Where a model "
-            "differs, the verdict says so: there the paper's theorem claims nothing.",
+            "A constant is the largest over the evaluated inputs at this checkpoint: it bounds the gradient there "
+            "and is not a Lipschitz constant of a region. Gradient and secant are lower bounds of the true "
+            "constant.",
+            "The paper's form is one value for all evaluated inputs, for its own equations (post-norm, no "
+            "biases). Where a model differs, the verdict says so: there the paper's theorem claims nothing.",
         ),
     ),
     Heading(

@@ -199,16 +199,9 @@ class Slope:
 
 
 def parameter_slopes(
-    encoder: Encoder,
-    tokens: Tensor,
-    labels: Tensor,
-    seed: int = 0,
-    *,
-    secants: bool = True,
-    score_reach: float = 0.0,
-    constant: Collection[str] = (),
+    encoder: Encoder, tokens: Tensor, labels: Tensor, seed: int, score_reach: float, still: Collection[str]
 ) -> dict[str, Slope]:
-    """Measure the mean cross-entropy's slopes in every parameter tensor."""
+    """Measure the mean cross-entropy's slopes in every parameter tensor; no secants of those that stand still."""
     _set_gradients(encoder, tokens, labels)
     tensors = named_tensors(encoder)
     rounding = _ROUNDING * (1 + score_reach)
@@ -239,7 +232,7 @@ def parameter_slopes(
         gradient = tensor.values * 0 if tensor.gradient is None else tensor.gradient
         size = float(gradient.norm())
         log_secant = math.nan
-        if secants and tensor.name not in constant:
+        if tensor.name not in still:
             log_secant = _largest_secant(tensor, gradient, loss, start, rounding * (1 + abs(start)), generator)
         slopes[tensor.name] = Slope(_log(size, rounding * total), log_secant)
     encoder.zero_grad(set_to_none=True)
@@ -329,7 +322,6 @@ def measure_constants(
     labels: Tensor | None = None,
     *,
     model: str = "model",
-    samples: int = SAMPLES,
     seed: int = 0,
     secants: bool = True,
     device: torch.device | str = "cpu",
@@ -337,10 +329,10 @@ def measure_constants(
     """Measure every constant of Theorem 2 over the evaluated inputs, in float64."""
     device = with_float64(device)
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval().requires_grad_(True)
-    tokens = tokens[:samples].to(device, torch.int64)
+    tokens = tokens[:SAMPLES].to(device, torch.int64)
     valid = runner.valid(tokens)
     if valid is not None:  # a sample of padding alone has no loss
-        labels = None if labels is None else labels[:samples][valid.any(-1).cpu()]
+        labels = None if labels is None else labels[:SAMPLES][valid.any(-1).cpu()]
         tokens = tokens[valid.any(-1)]
     broken = not_finite(runner)
     if broken:
@@ -352,15 +344,9 @@ def measure_constants(
     slopes, point = {}, {}
     if classes is not None:
         point = score_gradient_bounds(runner, tokens, classes) if secants else {}
-        slopes = parameter_slopes(
-            runner,
-            tokens,
-            classes,
-            seed,
-            secants=secants,
-            score_reach=max(float(trace.score_reach.max()) for trace in traces.layers),
-            constant={t.name for t in named_tensors(runner) if forms.log_sound[t.bound] == -math.inf},
-        )
+        reach = max(float(trace.score_reach.max()) for trace in traces.layers)
+        still = {t.name for t in named_tensors(runner) if not secants or forms.log_sound[t.bound] == -math.inf}
+        slopes = parameter_slopes(runner, tokens, classes, seed, reach, still)
     rows = [row for layer, block in enumerate(forms.blocks) for row in _layer_rows(layer, block)]
     rows += list(_network_rows(forms, local))
     constants = CONSTANTS.of_rows({"model": model, **row} for row in rows)
@@ -480,24 +466,13 @@ def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFr
 def _measure(subject: Subject, plan: BoundsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     model = subject.model
     if model.external:
-        subject.note(
-            "bounds", "its normalisations, MLPs and loss are not known, as those of semdiag's encoders are"
-        )
+        why = "its normalisations, MLPs and loss are not known, as those of semdiag's encoders are"
+        subject.note("bounds", why)
         return {"projections": projection_norms(model, subject.batches)}
-    constants, parameters = measure_constants(
-        model.encoder,
-        subject.tokens,
-        subject.labels,
-        model=model.path,
-        seed=subject.seed,
-        secants=plan.tensor_secants,
-        device=subject.device,
-    )
+    how: dict[str, Any] = {"model": model.path, "seed": subject.seed, "device": subject.device}
+    how["secants"] = plan.tensor_secants
+    constants, parameters = measure_constants(model.encoder, subject.tokens, subject.labels, **how)
     return {"constants": constants, "parameters": parameters}
-
-
-def _provenance(plan: BoundsPlan, samples: int, few: int) -> dict[str, Any]:
-    return {"bound_samples": min(SAMPLES, samples)}
 
 
 PROBE = Probe(
@@ -505,6 +480,6 @@ PROBE = Probe(
     BoundsPlan,
     (CONSTANTS, PARAMETERS, PROJECTIONS),
     _measure,
-    provenance=_provenance,
+    provenance=lambda plan, samples, few: {"bound_samples": min(SAMPLES, samples)},
     reported=lambda options: BoundsPlan(),
 )

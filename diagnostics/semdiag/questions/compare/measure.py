@@ -478,11 +478,15 @@ def _measure(subject: Subject, plan: ComparePlan, prepared: Any) -> Mapping[str,
     )  # fmt: skip
 
 
-def _provenance(plan: ComparePlan, samples: int, few: int) -> dict[str, Any]:
-    return {"compare_top": plan.top} | ({} if plan.base is None else {"base": plan.base.path})
-
-
-PROBE = Probe("compare", ComparePlan, (COMPARED, COMPARED_OUTPUTS), _measure, provenance=_provenance)
+PROBE = Probe(
+    "compare",
+    ComparePlan,
+    (COMPARED, COMPARED_OUTPUTS),
+    _measure,
+    provenance=lambda plan, samples, few: (
+        {"compare_top": plan.top} | ({} if plan.base is None else {"base": plan.base.path})
+    ),
+)
 
 
 def compare_survey(

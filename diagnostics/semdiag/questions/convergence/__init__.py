@@ -45,12 +45,7 @@ Runs = Annotated[
 ]
 
 
-def _ask(
-    runs: Runs = None,
-    *,
-    plan: ConvergencePlan,
-    shared: Asked,
-) -> None:
+def _ask(runs: Runs = None, *, plan: ConvergencePlan, shared: Asked) -> None:
     from semdiag.questions.convergence.measure import convergence_survey
 
     findings, _ = shared.measured(runs, shared.conditions(), partial(convergence_survey, plan=plan))

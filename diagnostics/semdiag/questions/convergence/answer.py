@@ -1,7 +1,7 @@
 """How fast runs learn: epochs to a training accuracy, and speed-up over full attention, censored runs included."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -261,58 +261,38 @@ def speed_interval(row: Mapping[Any, Any]) -> str:
         return "–"
     if row["pairs"] == 1:
         return "one seed: no interval"
-    ends = interval(row["interval_low"], row["interval_high"], _factor, between=" to ")
+    ends = interval(
+        row["interval_low"], row["interval_high"], lambda x: "∞" if math.isinf(x) else f"{x:.3g}", between=" to "
+    )
     return f"{ends} ({row['interval_coverage']:.0%})"
-
-
-def _factor(value: float) -> str:
-    return "∞" if math.isinf(value) else f"{value:.3g}"
 
 
 def convergence_in_short(findings: Findings) -> list[str]:
     """Return per task which attention needs the fewest epochs, and what limits that."""
     runs = findings(arrivals)
     sentences = []
-    for group, target, rows in _settings(findings):
+    seeds = findings(run_statistics)
+    for group, rows in seeds.groupby("group", sort=False) if len(seeds) else ():
+        target = percent(target_of(findings.measurements, rows["task"].iloc[0]), "g")
         soonest = rows["median_epochs"] == rows["median_epochs"].min()
         alone = len(rows) > soonest.sum() == 1
         start = f"{rows.loc[soonest, 'attention'].iloc[0]} needs the fewest epochs" if alone else "epochs"
         by_speed = rows.sort_values("median_epochs", kind="stable").to_dict("records")
-        parts = [f"{row['attention']} {_arrived(row, runs[runs['group'] == group])}" for row in by_speed]
+        of_group = runs[runs["group"] == group]
+        arrived = {
+            kind: ", ".join(map(arrival_words, of_kind.to_dict("records")))
+            for kind, of_kind in of_group.groupby("attention")
+        }
+        speeds = {
+            row["attention"]: f" (speed-up {speed_words(row['speed_up_low'], row['speed_up_high'])}; "
+            f"{speed_interval(row)})"
+            for row in by_speed
+            if row["pairs"]
+        }
+        kinds = [row["attention"] for row in by_speed]
+        parts = [f"{kind} {arrived[kind]}{speeds.get(kind, '')}" for kind in kinds]
         sentences.append(f"{group}: {start} to {target} training accuracy: {'; '.join(parts)}.")
     return sentences + reach_sentences(findings) + _reservations(findings, runs)
-
-
-def convergence_sentences(findings: Findings) -> list[str]:
-    """Return per task and attention how many epochs were needed, and the speed-up over full attention."""
-    runs = findings(arrivals)
-    sentences = []
-    for group, target, rows in _settings(findings):
-        parts = [_attention_words(row, runs[runs["group"] == group]) for row in rows.to_dict("records")]
-        sentences.append(f"{group}, epochs to {target} training accuracy: {'; '.join(parts)}.")
-    return sentences
-
-
-def _settings(findings: Findings) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yield each setting with its target and a row for each kind of attention."""
-    seeds = findings(run_statistics)
-    for group, rows in seeds.groupby("group", sort=False) if len(seeds) else ():
-        yield str(group), percent(target_of(findings.measurements, rows["task"].iloc[0]), "g"), rows
-
-
-def _arrived(row: Mapping[Any, Any], runs: pd.DataFrame) -> str:
-    """Return when the runs of one attention arrived."""
-    return ", ".join(map(arrival_words, runs[runs["attention"] == row["attention"]].to_dict("records")))
-
-
-def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
-    sentence = f"{row['attention']} {_arrived(row, runs)}"
-    if row["pairs"]:
-        speed = speed_words(row["speed_up_low"], row["speed_up_high"])
-        name = "speed-up" if row["pairs"] == 1 else f"median speed-up over {row['pairs']} seeds"
-        one_epoch_off = f"; one epoch off {epoch_words(row)}" if epoch_words(row) != "–" else ""
-        sentence += f" ({name} {speed}{one_epoch_off}; {speed_interval(row)})"
-    return sentence
 
 
 def _reservations(findings: Findings, table: pd.DataFrame) -> list[str]:
@@ -366,7 +346,6 @@ def answer(findings: Findings) -> Answer:
     return Answer(
         measured_glance(findings, findings.measurements.runs),
         headline,
-        convergence_sentences(findings),
         tables={
             "runs": found,
             "speed_ups": pairs,

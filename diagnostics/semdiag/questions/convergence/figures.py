@@ -124,11 +124,10 @@ def _finish(ax: Axes, groups: list[str]) -> None:
 
 
 @drawing(
-    "Training and held-out accuracy against epochs, one panel per task, median and range over seeds "
-    "for each attention: {shown}.",
-    "Thick lines are training accuracy: of each run or, from three seeds on, their median with their "
-    "range. Markers on the dashed line are the epochs at which single runs reach the target. A curve "
-    "that ends below the line belongs to a run that did not reach it in its epochs.",
+    "Training and held-out accuracy against epochs, one panel per task, median and range over seeds for each "
+    "attention: {shown}.",
+    "Thick lines are training accuracy, of each run or, from three seeds on, their median with their range. "
+    "Markers on the dashed line are the epochs at which single runs reach the target.",
 )
 def learning_curves(findings: Findings) -> Figure:
     """Draw median training accuracy over seeds with its range, single arrivals, and held-out accuracy."""
@@ -146,7 +145,11 @@ def learning_curves(findings: Findings) -> Figure:
             _draw_learning_curves(ax, style, *seed_curves(findings, seeds, "holdout_accuracy"), 0.7)
             ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4,
                     label=str(attention))  # fmt: skip
-            _mark(ax, style, seeds, target)
+            arrived = seeds["arrival"].dropna()
+            ax.plot(
+                arrived, [target] * len(arrived), marker=style.marker, color=style.color, markersize=5.5,
+                linestyle="none", markeredgecolor="white", markeredgewidth=0.6, zorder=4,
+            )  # fmt: skip
             facts.append(f"{attention}: {', '.join(arrival_words(run) for run in seeds.to_dict('records'))}")
         ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
         title_with_facts(ax, f"{group}: epochs to {percent(target, 'g')}", facts)
@@ -175,14 +178,6 @@ def _draw_learning_curves(
         )  # fmt: skip
     if len(band) and width > 1:
         ax.fill_between(epochs, band["low"], band["high"], color=style.color, alpha=0.18, linewidth=0)
-
-
-def _mark(ax: Axes, style: AttentionStyle, runs: pd.DataFrame, target: float) -> None:
-    arrived = runs["arrival"].dropna()
-    ax.plot(
-        arrived, [target] * len(arrived), marker=style.marker, color=style.color, markersize=5.5, linestyle="none",
-        markeredgecolor="white", markeredgewidth=0.6, zorder=4,
-    )  # fmt: skip
 
 
 @drawing(
@@ -241,11 +236,10 @@ HEADINGS = (
         (learning_curves, speed_up, speed_up_against_dispersion),
         (
             "Runs that never reach the target are censored, not dropped: medians of epochs are Kaplan–Meier "
-            "estimates, and medians of speed-ups are ranges where only a bound is known.",
-            "Intervals over seeds are order statistics and hold for any distribution; their confidence is given "
-            "because with few seeds it is low. One seed has no interval.",
-            "Epochs are counted, not seconds. A correlation of final checkpoints' dispersion with speed does not "
-            "show that one causes the other: both are measured after training.",
+            "estimates, those of speed-ups ranges. Intervals over seeds are order statistics, with their "
+            "confidence; one seed has none.",
+            "Epochs are counted, not seconds. Dispersion and speed are both measured after training: that they go "
+            "together does not show that one causes the other.",
         ),
     ),
 )

@@ -22,7 +22,6 @@ from semdiag.presenting.drawing.panels import (
 )
 from semdiag.presenting.drawing.style import (
     FAINT,
-    AttentionStyle,
     draw_band,
     drawing,
     finished,
@@ -41,11 +40,10 @@ from semdiag.questions.dispersion.answer import (
 
 
 @drawing(
-    "Ratio of the dispersion of sparse models to that of full attention per layer, median and "
-    "95th percentile, with 95% intervals and a line at 1: {shown}.",
-    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; equal steps on the "
-    "axis are equal factors. The bars are 95% intervals from resampling whole sequences: if a bar crosses 1, "
-    "these inputs do not settle the question for that layer.",
+    "Ratio of the dispersion of sparse models to that of full attention per layer, median and 95th percentile, "
+    "with 95% intervals and a line at 1: {shown}.",
+    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ. If a bar, a 95% "
+    "interval from resampling whole sequences, crosses 1, these inputs do not settle the question.",
 )
 def dispersion_ratio(findings: Findings) -> Figure:
     """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
@@ -60,7 +58,12 @@ def dispersion_ratio(findings: Findings) -> Figure:
     low, high = ratios[["ratio", "low"]].min().min(), ratios[["ratio", "high"]].max().max()
     places = [(panel, percentile) for panel in panels for percentile in RATIO_PERCENTILES]
     for ax, (panel, percentile) in zip(axes, places, strict=True):
-        _scale(ax, min(low, 0.5), max(high, 2.0))
+        ax.set_yscale("log", base=2)
+        ends = min(low, 0.5), max(high, 2.0)
+        if 0 < ends[0] < ends[1] < float("inf"):  # of a diverged model neither need hold
+            ax.set_ylim(ends[0] / 1.1, ends[1] * 1.1)
+        plain_numbers(ax.yaxis)
+        ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
         _draw(ax, panel, ratios[ratios["percentile"] == percentile])
         which = "median" if percentile == 50 else f"p{percentile}"
         ax.set_title(f"{panel.title}: {which}")
@@ -71,14 +74,6 @@ def dispersion_ratio(findings: Findings) -> Figure:
     )
 
 
-def _scale(ax: Axes, low: float, high: float) -> None:
-    ax.set_yscale("log", base=2)
-    if 0 < low < high < float("inf"):  # of a diverged model neither need hold
-        ax.set_ylim(low / 1.1, high * 1.1)
-    plain_numbers(ax.yaxis)
-    ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
-
-
 def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
     sparse = [series for series in panel.series if series.attention != "full"]
     for place, series in enumerate(sparse):
@@ -87,25 +82,19 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
         color = lightened(series.style.color, 0.35) if control else series.style.color
         ax.errorbar(
             rows["layer"] + (place - (len(sparse) - 1) / 2) * 0.12,
-            rows["ratio"],
-            yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
-            color=color,
-            marker=series.style.marker,
-            markersize=4 if control else 5.5,
-            linestyle="none",  # layers are no continuum
-            elinewidth=1.0,
-            capsize=2,
+            rows["ratio"], yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
+            color=color, marker=series.style.marker, markersize=4 if control else 5.5, linestyle="none",
+            elinewidth=1.0, capsize=2,
             label=series.label + (", control" if control else ""),
-        )
+        )  # fmt: skip
     number_layers(ax, sorted(ratios["layer"].unique()))
 
 
 @drawing(
     "Percentiles of the semantic dispersion δ in nats against the number of keys a query may attend to, "
     "logarithmic abscissa, as a median line in two bands: {shown}.",
-    "A range over more scores is wider to begin with: compare queries with the same number of keys. A line that "
-    "is flat says that the width of the scores, not their number, sets δ; in causal models the first queries "
-    "see few keys and pull every pooled percentile down (--min-keys leaves them out).",
+    "A range over more scores is wider to begin with: compare queries with the same number of keys. In causal "
+    "models the first queries see few keys and pull every pooled percentile down (--min-keys leaves them out).",
 )
 def dispersion_by_keys(findings: Findings) -> Figure:
     """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled."""
@@ -119,11 +108,8 @@ def dispersion_by_keys(findings: Findings) -> Figure:
     for ax, panel in zip(axes, panels, strict=True):
         _draw_dispersion_by_keys(ax, panel, curves)
     axes[0].set_ylabel("semantic dispersion δ (nats)")
-    return finished(
-        figure,
-        "line: median; dark band: 25–75%, light band: 5–95% of the queries with about this many keys "
-        f"(at least {FEWEST}). A query with one key has δ = 0.",
-    )
+    bands = "dark band: 25–75%, light band: 5–95% of the queries with about this many keys"
+    return finished(figure, f"line: median; {bands} (at least {FEWEST})")
 
 
 def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFrame]) -> None:
@@ -134,8 +120,8 @@ def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFr
         table, style = curves[series.model], series.style
         if len(table) < 2:
             continue
-        _band(ax, table, (0.05, 0.95), style, 0.75)
-        _band(ax, table, (0.25, 0.75), style, 0.45)
+        for low, high, alpha in ((0.05, 0.95, 0.25), (0.25, 0.75, 0.55)):
+            ax.fill_between(table["keys"], table[low], table[high], color=style.color, alpha=alpha, linewidth=0)
         ax.plot(table["keys"], table[0.5], color=style.color, linewidth=style.width, marker=style.marker,
                 markersize=3, label=series.label)  # fmt: skip
         facts.append(f"{series.label}: {counted(int(table['queries'].sum()), 'query')}")
@@ -144,21 +130,15 @@ def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFr
     ax.set_xlabel("keys a query may attend to (count)")
 
 
-def _band(ax: Axes, table: pd.DataFrame, ends: tuple[float, float], style: AttentionStyle, white: float) -> None:
-    low, high = ends
-    ax.fill_between(table["keys"], table[low], table[high], color=style.color, alpha=1 - white, linewidth=0)
-
-
 MARKED = (50, 75, 90, 95)
 
 
 @drawing(
-    "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve "
-    "per model, percentiles 50, 75, 90 and 95 marked: {shown}.",
-    "Compare the curves at the same height: a curve further left has the smaller dispersion δ, "
-    "the range (largest minus smallest) of the scores a query's softmax mixes. A small δ means "
-    "that the kept keys compete on nearly equal terms: none can take more than e^δ/(e^δ + k − 1) "
-    "of the weight. The paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
+    "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve per model, "
+    "percentiles 50, 75, 90 and 95 marked: {shown}.",
+    "A curve further left has the smaller dispersion δ, the range (largest minus smallest) of the scores that a "
+    "query's softmax mixes. With a small δ no kept key can take more than e^δ/(e^δ + k − 1) of the weight; the "
+    "paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
 )
 def dispersion_ecdf(findings: Findings) -> Figure:
     """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked."""
@@ -227,24 +207,18 @@ def dispersion_by_layer(findings: Findings) -> Figure:
     return finished(figure, f"{READING}; marker: maximum{grey}")
 
 
-_PAIRED = (
-    "This is a comparison across models: two models, each trained with its own attention on the same data and "
-    "seed, each measured on its own scores. Nothing here says what one of them would do with the other's mask."
-)
-_POOLED = (
-    "Percentiles pool the queries of all layers and heads; the 95th percentiles of two models need not come from "
-    "the same layer. The maximum (p100) is one single query, so it is shown but not judged."
-)
 HEADINGS = (
     Heading(
         "focus",
         "Do the scores of the sparse model span less?",
         (dispersion_ecdf, dispersion_by_layer, dispersion_by_keys),
         (
-            _PAIRED,
-            _POOLED,
-            "A range over a few keys is never larger than the range over all keys of the same row; the "
-            "controls with a fixed mask show how much of the difference that alone can make.",
+            "Two models are compared, each trained with its own attention and measured on its own scores. Nothing "
+            "here says what one of them would do with the other's mask.",
+            "Percentiles pool the queries of all layers and heads. The maximum (p100) is one single query: shown, "
+            "not judged.",
+            "A range over a few keys is never larger than that over all keys of the row: the controls with a "
+            "fixed mask show how much that alone can make.",
         ),
     ),
     Heading(
@@ -252,10 +226,8 @@ HEADINGS = (
         "How much smaller, layer by layer?",
         (dispersion_ratio,),
         (
-            "The intervals are about other inputs of the same kind, not about other seeds or training runs. "
-            "Queries of one sequence depend on each other, therefore sequences are drawn, never single queries.",
-            "Layer n of one model and layer n of another are matched by position; nothing says that they do "
-            "the same work.",
+            "The intervals are about other inputs of the same kind, not about other training runs. Layers are "
+            "matched by their position; nothing says that they do the same work.",
         ),
     ),
 )
@@ -274,10 +246,8 @@ EXTERNAL = (
             dispersion_by_keys,
         ),
         (
-            "Percentiles pool the queries of all heads of a layer. The maximum (p100) is one single query.",
-            "Layers are numbered in the order in which they first ran; the table at the end names their modules.",
-            "Nothing is known of this model's training, so nothing here says whether its attention made it learn "
-            "fast or slowly.",
+            "Percentiles pool the queries of all heads of a layer; layers are numbered as they first ran. The "
+            "maximum (p100) is one single query.",
         ),
     ),
 )

@@ -9,7 +9,7 @@ import pandas as pd
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measure import measure
-from semdiag.measuring.probe import Probe, ReportOptions, Subject, percentiles
+from semdiag.measuring.probe import Probe, Subject, percentiles
 from semdiag.measuring.table import Table
 
 INITIALISATION = Table(
@@ -51,15 +51,11 @@ def _initialisation_of(subject: Subject) -> Path | None:
     return file if file.is_file() else None
 
 
-def _reported(options: ReportOptions) -> InitialisationPlan:
-    return InitialisationPlan()
-
-
 PROBE = Probe(
     name="the initialisation",
     plan=InitialisationPlan,
     tables=(INITIALISATION,),
     measure=_measure,
-    reported=_reported,
+    reported=lambda options: InitialisationPlan(),
     draws=True,
 )

@@ -108,10 +108,9 @@ class KSweepPlan:
 def _ask(
     budget: Annotated[
         Path | None,
-        option(
+        options.output_option(
             "Write a k for each layer and head to this JSON file, found on half of the samples and tested on the "
-            "other half.",
-            panel=options.OUTPUT,
+            "other half."
         ),
     ] = None,
     *,

@@ -502,7 +502,11 @@ def _every_k(result: Summary) -> Folded:
     shown = [row for k, row in rows.items() if k <= _EVERY_UP_TO or k % _STEP == 0 or k in always]
     for row in shown:
         for name in "WX":
-            row[name] = _met(result["conditions"], row["k"], name)
+            met = [
+                one["met"] for one in result["conditions"]
+                if (one["k"], one["parameter"]) == (row["k"], name) and one["percentile"] in JUDGED_PERCENTILES
+            ]  # fmt: skip
+            row[name] = f"{sum(met)} of {len(met)}" if met else None
     names = {column.name.partition(".")[0] for column in _SWEEP}
     without = [str(row["k"]) for row in shown if "head_change" not in row]
     notes = [f"Δ head was not computed at k = {', '.join(without)}."] if 0 < len(without) < len(shown) else []
@@ -511,9 +515,3 @@ def _every_k(result: Summary) -> Folded:
     return Folded(
         [f"Weight, δ(k), Δ(k), load and ξ of {len(rows)} k were measured: --all shows them."], [table, *notes]
     )
-
-
-def _met(conditions: Sequence[Summary], k: int, name: str) -> str | None:
-    met = [row["met"] for row in conditions if (row["k"], row["parameter"]) == (k, name)
-           and row["percentile"] in JUDGED_PERCENTILES]  # fmt: skip
-    return f"{sum(met)} of {len(met)}" if met else None

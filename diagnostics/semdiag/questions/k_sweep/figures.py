@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.words import counted
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
+from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends, short_labels
 from semdiag.presenting.drawing.style import (
     FAINT,
     PageFigure,
@@ -32,7 +32,6 @@ _CHANGES = {
     "output_change": "change of the outputs (of their norm)",
 }
 _FAR = 20  # ratio of the largest to the smallest share of keys above which their axis is logarithmic
-_APART = 0.075  # of a panel's height, between two names
 
 
 @drawing(
@@ -150,7 +149,7 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
         textcoords="offset points", fontsize=9, color=FAINT, va="top",
     )  # fmt: skip
     ax.set_ylabel("increase of perplexity" if unit.perplexity else _CHANGES[measure])
-    names: list[tuple[float, str, str]] = []
+    names: list[tuple[float, str, str, str]] = []
     for kind in _kinds(rows):
         own, style = rows[rows["mask"] == kind], mask_style(kind)
         own = own[np.isfinite(own["change"])]
@@ -170,8 +169,8 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
             )  # fmt: skip
             point.set_gid(gid := f"{group}--point-{at}")
             figure.said[gid] = _point_words(row, style.name, along, unit)
-        names.append((float(y[-1]), style.name, kind))
-    _name(ax, names, "lengths" if along == "length" else "keys")
+        names.append((float(y[-1]), style.name, style.color, f"{group}--name"))
+    name_ends(ax, names)
 
 
 def _scaled(unit: Unit, nats: np.ndarray) -> np.ndarray:
@@ -189,23 +188,6 @@ def _point_words(row: dict[str, Any], name: str, along: str, unit: Unit) -> str:
     length = f" of {counted(int(row['length']), 'token')}" if along == "length" else ""
     interval = f" (95% interval {low} to {high})" if math.isfinite(row["low"]) else ""
     return f"{name}, {k}{row['kept']:.1%} of the keys{length}: {cost}{interval}"
-
-
-def _name(ax: Axes, ends: list[tuple[float, str, str]], group: str) -> None:
-    """Write each kind's name beside the end of its line; names keep apart."""
-    bottom, top = map(math.log, ax.get_ylim())
-    ends = sorted(ends)
-    places = [(math.log(y) - bottom) / (top - bottom) for y, _, _ in ends]
-    for at in range(1, len(places)):
-        places[at] = max(places[at], places[at - 1] + _APART)
-    for at in reversed(range(len(places))):
-        places[at] = min(places[at], (places[at + 1] if at + 1 < len(places) else 1 + _APART) - _APART)
-    for (_, name, kind), place in zip(ends, places, strict=True):
-        label = ax.annotate(
-            name, (1, place), xycoords="axes fraction", xytext=(8, 0), textcoords="offset points", va="center",
-            color=mask_style(kind).color, fontweight="bold", fontsize=9, annotation_clip=False,
-        )  # fmt: skip
-        label.set_gid(f"{group}-{kind}--name")
 
 
 HEADINGS = (

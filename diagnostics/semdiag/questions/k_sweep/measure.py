@@ -1,16 +1,12 @@
 """Within one model, for many k at once: what its scores would be if each query kept its k largest."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import pandas as pd
-from torch import nn
 
-from semdiag.capturing.attention_call import SCORED, AttentionCall
+from semdiag.capturing.attention_call import SCORED
 from semdiag.capturing.batches import Batch, first_samples, longest, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.capture import longest_call
@@ -30,46 +26,12 @@ from semdiag.questions.k_sweep.budgets import (
     masks_of,
     search,
 )
-from semdiag.questions.k_sweep.rerun import (
-    NO_MASK,
-    QUARTERS_TABLE,
-    RERUN_TABLE,
-    few_ks,
-    packed,
-    rerun,
-    rerun_ks,
-)
+from semdiag.questions.k_sweep.rerun import NO_MASK, QUARTERS_TABLE, RERUN_TABLE, few_ks, packed, rerun, rerun_ks
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_models import InputError
 
 
-@dataclass
-class CleanPass:
-    """Keeps the top scores of a clean pass, and how long it took."""
-
-    batches: list[Batch]  # the inputs
-    pieces: Mapping[int, Sequence[Batch]]  # the batches cut into pieces, by length
-    scores: TopScores  # that were seen
-    seconds: float = 0.0  # duration of the pass
-
-    @contextmanager
-    def watched(self, module: nn.Module) -> Iterator[None]:
-        """Time the pass, and follow the stream of what runs."""
-        started = time.perf_counter()
-        with self.scores.streams.watched(module):
-            yield
-        self.seconds = time.perf_counter() - started
-
-    def start(self, samples: int) -> None:
-        """Start a batch with so many samples."""
-        self.scores.samples.start(samples)
-
-    def add(self, call: AttentionCall) -> None:
-        """Keep the top scores of a call."""
-        self.scores.add(call)
-
-
-def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> CleanPass:
+def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> TopScores:
     """Return what is to see a clean pass of a model."""
     loaded, size = subject.model, subject.batch_size
     batches = split(subject.first[0], size)
@@ -82,9 +44,10 @@ def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> CleanPass:
     pieces = {n: packed(batches, n, max(1, size * keys // n)) for n in plan.lengths}
     draws = QueryDraws(subject.queries, subject.seed)
     draws.expect(longest)
-    run, every_k = plan.ks or tuple(rerun_ks(largest)), not loaded.external or plan.max_k is not None
-    scores = TopScores(largest, draws, min_keys, every_k=every_k, own_keys=plan.reruns(loaded.external), run=run)
-    return CleanPass(batches, pieces, scores)
+    return TopScores(
+        largest, draws, min_keys, not loaded.external or plan.max_k is not None, plan.reruns(loaded.external),
+        plan.ks or tuple(rerun_ks(largest)), batches, pieces,
+    )  # fmt: skip
 
 
 def _largest_k(plan: KSweepPlan, keys: int) -> int:
@@ -144,12 +107,12 @@ def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mappin
                 seen.start(samples_of(batch))
                 run(batch)
                 subject.after_point(samples_of(batch))
-    collected, draws = seen.scores, seen.scores.draws
+    draws = seen.draws
     for text in draws.remarks:
         subject.remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
-    if collected.thinned:
-        subject.remark(collected.thinned, "k-sweep-thinned")
-    parts = [collected.table()]
+    if seen.thinned:
+        subject.remark(seen.thinned, "k-sweep-thinned")
+    parts = [seen.table()]
     if plan.reruns(loaded.external) or (plan.seconds and loaded.external):
         tables |= _reruns(subject, seen, plan, whole)
         parts += [pd.DataFrame(rows)] if (rows := [*_accuracies(tables["rerun"])]) else []
@@ -158,7 +121,7 @@ def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mappin
         budgets, tests = search(loaded, seen.batches, labels, plan.tolerance, *how)
         tables |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([tables["rerun"], tests])}
     if draws.share < 1:
-        estimates = ({"model": loaded.path, **row} for row in collected.estimates())
+        estimates = ({"model": loaded.path, **row} for row in seen.estimates())
         tables["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
     tables["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
     return tables
@@ -169,16 +132,16 @@ def _scored(loaded: LoadedModel) -> bool:
     return loaded.external or loaded.encoder.config.attention in SCORED
 
 
-def _reruns(subject: Subject, seen: CleanPass, plan: KSweepPlan, whole: int) -> dict[str, pd.DataFrame]:
+def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> dict[str, pd.DataFrame]:
     """Return the tables of the model run with masks, on the inputs and on pieces of them of other lengths."""
-    loaded, labels, seed, collected = subject.model, subject.first[1], subject.seed, seen.scores
-    most = max(1, collected.most_keys - 1)
-    usual = rerun_ks(min(collected.largest, most)) if collected.every_k else few_ks(most + 1)
+    loaded, labels, seed = subject.model, subject.first[1], subject.seed
+    most = max(1, seen.most_keys - 1)
+    usual = rerun_ks(min(seen.largest, most)) if seen.every_k else few_ks(most + 1)
     kinds, wanted = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS), plan.reruns(loaded.external)
     how: dict[str, Any] = {"device": subject.device, "dtype": subject.dtype, "remark": subject.remark}
     how |= {"optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
     masks = masks_of(plan.ks or usual, seed, kinds, plan.kinds, None if plan.ks else subject.remark)
-    batches, pieces = seen.batches, seen.pieces
+    batches, pieces = [*seen.batches], seen.pieces
     if labels is None:
         batches = masked_language(loaded, batches, seed, subject.remark)
     limit = plan.seconds or 0
@@ -248,14 +211,10 @@ def _accuracies(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 yield {**row, "mean": float(some[part].sum() / some[whole].sum())}
 
 
-def _watch(subject: Subject, plan: KSweepPlan, prepared: int | None) -> CleanPass | None:
+def _watch(subject: Subject, plan: KSweepPlan, prepared: int | None) -> TopScores | None:
     inputs = split(subject.first[0], subject.batch_size)
     same = [*map(samples_of, inputs)] == [*map(samples_of, subject.batches)]
     return _clean_pass(subject, plan, prepared or 1) if same and _scored(subject.model) else None
-
-
-def _provenance(plan: KSweepPlan, samples: int, few: int) -> dict[str, Any]:
-    return {"probe_samples": few, **({"tolerance": plan.tolerance} if plan.tolerance else {})}
 
 
 PROBE = Probe(
@@ -265,7 +224,10 @@ PROBE = Probe(
     _measure,
     watch=_watch,
     prepare=lambda plan, conditions: conditions.min_keys,
-    provenance=_provenance,
+    provenance=lambda plan, samples, few: {
+        "probe_samples": few,
+        **({"tolerance": plan.tolerance} if plan.tolerance else {}),
+    },
     draws=True,
     reported=lambda options: KSweepPlan(seconds=options.rerun_seconds, lengths=options.lengths),
 )

@@ -1,7 +1,9 @@
 """What a k-sweep keeps of every query while a model runs, and every quantity of every k that follows from it."""
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,9 +11,10 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch
 from semdiag.capturing.call_strips import allowed_keys
 from semdiag.mathematics.paper_stability import log_paper_heavy_hitter
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, TARGETS, sampled_estimates
@@ -248,7 +251,10 @@ class TopScores:
     # whether the keys are those that the model's own mask keeps, and not all that it chooses among
     own_keys: bool = False
     run: tuple[int, ...] = ()  # the k that the model is run with
+    batches: Sequence[Batch] = ()  # the inputs
+    pieces: Mapping[int, Sequence[Batch]] = field(default_factory=dict)  # the batches cut into pieces, by length
     streams: Streams = field(default_factory=Streams)  # residual streams of the model
+    seconds: float = 0.0  # duration of the pass
     most_keys: int = 0  # the most that a query has
     samples: SampleNumbers = field(default_factory=SampleNumbers)  # their numbers; each batch is to be begun
 
@@ -256,6 +262,18 @@ class TopScores:
         self._output_ks = output_ks(self.largest, self.run)
         self._ks = [*range(1, self.largest + 1)] if self.every_k else [*self._output_ks]
         self.queries, self.keys = (Rows(self.draws.seed, n, self._ks, self._output_ks) for n in (0, 1))
+
+    @contextmanager
+    def watched(self, module: nn.Module) -> Iterator[None]:
+        """Time the pass, and follow the stream of what runs."""
+        started = time.perf_counter()
+        with self.streams.watched(module):
+            yield
+        self.seconds = time.perf_counter() - started
+
+    def start(self, samples: int) -> None:
+        """Start a batch with so many samples."""
+        self.samples.start(samples)
 
     def add(self, call: AttentionCall) -> None:
         """Keep what a call says of its queries and keys, or of a share of them where all are too many."""

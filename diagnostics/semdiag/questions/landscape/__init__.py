@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from semdiag.presenting.options import option
+from semdiag.presenting.options import check_least, option
 from semdiag.presenting.question import Question
 
 
@@ -25,8 +25,7 @@ class LandscapePlan:
     def __post_init__(self) -> None:
         from semdiag_models.reading import InputError
 
-        if self.planes < 1:
-            raise InputError(f"planes must be at least 1. Got {self.planes}.")
+        check_least(self, planes=1)
         if not 0 < self.radius < math.inf:
             raise InputError(f"radius must be a positive number, like 1. Got {self.radius}.")
         if self.grid < 3 or self.grid % 2 == 0:

@@ -68,17 +68,8 @@ def landscape(
 def _measure(subject: Subject, plan: LandscapePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     if subject.model.external:
         raise NotAvailableError("its loss is not known")
-    table = landscape(
-        subject.model,
-        subject.tokens,
-        subject.labels,
-        plan=plan,
-        seed=subject.seed,
-        device=subject.device,
-        dtype=subject.dtype,
-        after_point=subject.after_point,
-    )
-    return {"landscape": table}
+    how: dict[str, Any] = {name: getattr(subject, name) for name in ("seed", "device", "dtype", "after_point")}
+    return {"landscape": landscape(subject.model, subject.tokens, subject.labels, plan=plan, **how)}
 
 
 PROBE = Probe(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from semdiag.presenting.options import SHARED, option
+from semdiag.presenting.options import SHARED, check_least, option
 from semdiag.presenting.question import Question
 
 FEWEST_DRAWS = 5
@@ -26,9 +26,7 @@ class LipschitzPlan:
     def __post_init__(self) -> None:
         from semdiag_models.reading import InputError
 
-        for name, least in (("samples", 1), ("planes", 2), ("directions", 2), ("draws", FEWEST_DRAWS)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+        check_least(self, samples=1, planes=2, directions=2, draws=FEWEST_DRAWS)
         if not 0 < self.radius < math.inf:
             raise InputError(f"radius must be a positive number, like 1. Got {self.radius}.")
 

@@ -1,11 +1,13 @@
 """Do the empirical Lipschitz estimates stay below the sound bounds, and has top-k the smaller ones?"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from semdiag.measuring.findings.findings import (
@@ -24,9 +26,10 @@ from semdiag.measuring.findings.findings import (
 from semdiag.measuring.findings.resampling import interval_ends
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles
-from semdiag.measuring.words import FEWEST, interval, number, text
-from semdiag.presenting.answer import Answer, measured_glance, title, verdict_line, with_facts
-from semdiag.presenting.drawing.panels import factors, model_labels
+from semdiag.measuring.words import FEWEST, counted, interval, number, text
+from semdiag.presenting.answer import Answer, Heading, measured_glance, title, verdict_line, with_facts
+from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, model_labels, panels_of
+from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 
 PERCENTILES = (50, 75, 95, 99)  # of the paper's Fig. 10
@@ -173,12 +176,6 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
     return judged
 
 
-def lipschitz_findings(findings: Findings) -> list[Finding]:
-    """Return sentences on the estimates of every model, then on the paper's ordering of every pair."""
-    pairs = findings(compared_pairs)
-    return [*findings(estimate_findings), *(f for pair in pairs for f in findings(ordering_findings, pair))]
-
-
 def answer(findings: Findings) -> Answer:
     """Return secants by radius, gradients and Jacobians beside their bounds, and the steeper loss."""
     judged, results = findings(estimate_findings), {}
@@ -188,7 +185,7 @@ def answer(findings: Findings) -> Answer:
         name = f"{title(findings, model)}: Lipschitz estimates of the loss"
         shown += [name, NumberTable(_COLUMNS, results[model]["groups"])]
         shown += [verdict_line(f) for f in judged if f.subject == model]
-    pairs, tables = [], _tables(findings)
+    pairs: list[Summary] = []
     for pair in findings(compared_pairs):
         ratios = records(findings(secant_ratios, pair))
         verdicts = verdicts_of(findings(ordering_findings, pair), pair.label)
@@ -198,8 +195,8 @@ def answer(findings: Findings) -> Answer:
     return Answer(
         measured_glance(findings, findings.measurements.loss_gradients),
         details=lipschitz_sentences(findings),
-        claims=findings(lipschitz_findings),
-        tables=tables,
+        claims=[*judged, *(f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair))],
+        tables=_tables(findings),
         results=results,
         more={"scope": SCOPE, "pairs": pairs},
         shown=[*shown, SCOPE],
@@ -239,76 +236,13 @@ def _tables(findings: Findings) -> dict[str, pd.DataFrame]:
     return tables | ({"lipschitz_ratios": pd.concat(ratios, ignore_index=True)} if ratios else {})
 
 
-_ENDS = (min, "smallest"), (max, "largest")
-_SHOWN_AS_ZERO = 0.05  # decimal logarithms below this are 0.0 when written out
-
-
 def lipschitz_sentences(findings: Findings) -> list[str]:
-    """Say whether every estimate stays below its bound, and whether top-k has the smaller ones."""
-    sentences = []
-    for pair in findings(compared_pairs):
-        judged = findings(ordering_findings, pair)
-        sentences += [f"{pair.label}: {_ordering(judged)}"] if judged else []
+    """Say whether top-k has the smaller estimates, and whether each stays below its bound."""
+    judged = {pair.label: findings(ordering_findings, pair) for pair in findings(compared_pairs)}
     for model, label in model_labels(findings.measurements.models).items():
-        judged = [f for f in findings(estimate_findings) if f.subject == model]
-        sentences += [f"{label}: {_below_bounds(judged)}"] if judged else []
+        judged[label] = [f for f in findings(estimate_findings) if f.subject == model]
+    sentences = [f"{label}: {' '.join(f'{verdict_line(f)}.' for f in of)}" for label, of in judged.items() if of]
     return sentences or ["Nothing is known of the steepness of these models' loss."]
-
-
-def _ordering(judged: Sequence[Finding]) -> str:
-    """Return at how many radii the loss around the counterpart is less steep, percentile by percentile."""
-    answers = {Verdict.HOLDS: "is there", Verdict.VIOLATED: "is reversed"}
-    start = "the paper's ordering (secants smaller than around full attention)"
-    words = {f.verdict for f in judged}
-    verdict = answers.get(judged[0].verdict, "is mixed") if len(words) == 1 else "is mixed"
-    parts = [
-        f"{f.where} smaller at {f.numbers['lower']:.0f}, larger at {f.numbers['higher']:.0f} of "
-        f"{f.numbers['radii']:.0f} radii ({_ratios(f)})"
-        for f in judged
-    ]
-    many = int(judged[0].numbers["planes"])
-    planes = judged[0].note or f"{many} random planes, by 95% intervals"
-    if judged[0].note:
-        low, high = (end(f.numbers[f"{name} ratio"] for f in judged) for end, name in _ENDS)
-        return f"{start} cannot be told: {judged[0].note} (ratios {low:.2g} to {high:.2g}), one training run each."
-    return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
-
-
-def _ratios(finding: Finding) -> str:
-    low, high = finding.numbers["smallest ratio"], finding.numbers["largest ratio"]
-    return "no ratio is a number" if math.isnan(low) else f"ratio {low:.2g} to {high:.2g}"
-
-
-def _below_bounds(judged: Sequence[Finding]) -> str:
-    violated = [f for f in judged if f.verdict is Verdict.VIOLATED]
-    if violated:
-        faults = "; ".join(f"{f.claim}: {f.numbers['violated']:.0f} are not" for f in violated)
-        return f"ERROR OF SEMDIAG, a sound bound is exceeded: {faults}. Please report it."
-    near, judged = _at_point(judged), [f for f in judged if f.claim != AT_POINT]
-    gaps = [f.numbers["smallest log10 gap"] for f in judged if "smallest log10 gap" in f.numbers]
-    checked = sum(int(f.numbers["holds"]) for f in judged)
-    unmet = sum(int(f.numbers["not_met"]) for f in judged)
-    tail = f"; {unmet:,} have no bound" if unmet else ""
-    return f"{near}all {checked:,} estimates stay below the sound bounds{_nearest(gaps)}{tail}."
-
-
-def _at_point(judged: Sequence[Finding]) -> str:
-    """Return how tight the bounds at the checkpoint are, which could have failed."""
-    proven = [f for f in judged if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
-    if not proven:
-        return ""
-    n = proven[0].numbers
-    gaps = factors(n["smallest log10 gap"], n["largest log10 gap"])
-    return f"at the checkpoint {n['holds']:.0f} slopes stay below bounds {gaps} times as large; "
-
-
-def _nearest(gaps: Sequence[float]) -> str:
-    """Return the gap of the estimate nearest to its bound, from decimal logarithms; at least 0 up to rounding."""
-    if not gaps:
-        return ""
-    if min(gaps) < _SHOWN_AS_ZERO:
-        return f", the nearest within {10 ** max(min(gaps), 0) - 1:.1%} of it"
-    return f", the nearest by a factor of 10^{min(gaps):.1f}"
 
 
 def _ratio(estimate: float, low: float | None, high: float | None) -> str:
@@ -331,3 +265,130 @@ def _ratio_cells(ratios: list[Summary]) -> NumberTable:
     percentiles = sorted({one["percentile"] for one in ratios})
     columns = [Column(f"p{p}.estimate p{p}.low p{p}.high", f"p{p}", _ratio) for p in percentiles]
     return NumberTable([Column("radius", "radius (‖θ‖)", text), *columns], rows.values())
+
+
+@drawing(
+    "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random planes "
+    "against the radius, logarithmic axes, with 95% bands, attention kinds together: {shown}.",
+    "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
+    "top-k. Where the bands overlap, these planes do not settle it.",
+)
+def lipschitz_percentiles(findings: Findings) -> Figure:
+    """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands."""
+    table = findings(secant_percentiles)
+    table = table[table["estimate"] > 0]
+    if table.empty:
+        raise NothingToDrawError("No secant of the loss was measured in a plane.")
+    measured = set(table["model"])
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
+    figure, axes = panel_grid(len(panels) * len(PERCENTILES), height=2.6, columns=len(PERCENTILES), sharey=True)
+    places = [(panel, percentile) for panel in panels for percentile in PERCENTILES]
+    for place, (ax, (panel, percentile)) in enumerate(zip(axes, places, strict=True)):
+        _draw_percentiles(ax, panel, table[table["percentile"] == percentile])
+        first = place % len(PERCENTILES) == 0
+        ax.set_title(f"{panel.title}: p{percentile}" if first else f"p{percentile}")
+        ax.set_xlabel("radius, in ‖θ‖")
+        if first:
+            ax.set_ylabel("secant of the loss\n(nats per unit of θ)")
+    planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
+    samples, seed = (findings.measurements.provenance.get(name, 0) for name in ("lipschitz_samples", "seed"))
+    bands = (
+        f"bands: 95%, whole planes resampled {RESAMPLES} times"
+        if table["low"].notna().any()
+        else "no bands: too few"
+    )
+    return finished(
+        figure,
+        f"{counted(planes, 'random plane')} (seed {seed}), each tensor's direction as long as the tensor; per "
+        f"radius {pairs} pairs of the checkpoint and points on circles; loss over {counted(samples, 'sample')}. "
+        f"{bands}",
+    )
+
+
+def _draw_percentiles(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:
+    for series in panel.series:
+        rows = table[table["model"] == series.model].sort_values("radius")
+        if rows.empty:
+            continue
+        style = series.style
+        ax.fill_between(
+            rows["radius"], rows["low"].clip(lower=rows["low"][rows["low"] > 0].min()), rows["high"],
+            color=style.color, alpha=0.2, linewidth=0,
+        )  # fmt: skip
+        ax.plot(
+            rows["radius"], rows["estimate"], color=style.color, linestyle=style.line, marker=style.marker,
+            markersize=3.5, linewidth=style.width, label=series.label,
+        )  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+
+
+_HIGHEST = 600.0  # logarithm of what still fits an axis
+
+
+@drawing(
+    "How much each block stretches a small change of its input at most, sample by sample, below bars for the "
+    "bound λ_X, logarithmic axis: {shown}.",
+    "The higher points of a block pass a change of its input on more strongly. The black dashes bound them "
+    "closely, at these inputs; the bars are what the theory promises of all with the same δ, Δ and norms.",
+)
+def block_stretch(findings: Findings) -> Figure:
+    """Draw the largest Jacobian norm of every block and sample, its bound there, and smallest and largest λ_X."""
+    table = findings.measurements.jacobians
+    if table.empty:
+        raise NothingToDrawError("No Jacobian of a block was measured.")
+    measured = set(table["model"])
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
+    figure, axes = panel_grid(len(panels), height=2.8)
+    for ax, panel in zip(axes, panels, strict=True):
+        facts = _draw_block_stretch(ax, panel, table)
+        title_with_facts(ax, panel.title, facts)
+        ax.set_xlabel("block")
+    axes[0].set_ylabel("largest stretch ‖J‖ (token norm)")
+    samples = int(table.groupby(["model", "layer"]).size().max())
+    return finished(
+        figure,
+        f"points: each one of {counted(samples, 'sample')}, power iteration from one random start, a lower bound "
+        "of ‖J‖ in the sum over tokens of 2-norms.\nBound at these inputs: largest column sum of the exact "
+        "Jacobian, or its closed form where inputs are long. Bars: λ_X, smallest to largest over these samples.",
+    )
+
+
+def _draw_block_stretch(ax: Axes, panel: Panel, table: pd.DataFrame) -> list[str]:
+    shown = [series for series in panel.series if series.model in set(table["model"])]
+    facts = []
+    for place, series in enumerate(shown):
+        rows = table[table["model"] == series.model]
+        shift = (place - (len(shown) - 1) / 2) * 0.7 / max(len(shown), 1)
+        style = series.style
+        ax.plot(
+            rows["layer"] + shift, rows["norm"], marker=style.marker, markersize=3, alpha=0.6, linestyle="none",
+            color=style.color, label=series.label,
+        )  # fmt: skip
+        near = rows["ln_exact"].fillna(rows["ln_point"]).clip(upper=_HIGHEST).groupby(rows["layer"]).max()
+        label = None if place else "bound at these inputs"
+        ax.plot(near.index + shift, np.exp(near), "_", markersize=8, color=INK, label=label)
+        bounds = rows[np.isfinite(rows["ln_sound"])].groupby("layer")["ln_sound"].agg(["min", "max"])
+        low, high = (np.exp(bounds[name].clip(upper=_HIGHEST)) for name in ("min", "max"))
+        ax.vlines(bounds.index + shift, low, high, color=style.color, linewidth=4, alpha=0.35)
+        ax.plot(bounds.index + shift, high, marker="_", markersize=8, color=style.color, linestyle="none")
+        facts.append(f"{series.label}: {rows['settled'].mean():.0%} settled")
+    ax.set_yscale("log")
+    ax.set_xticks(sorted(table["layer"].unique()))
+    return ["; ".join(facts)]
+
+
+HEADINGS = (
+    Heading(
+        "lipschitz",
+        "How steep is the loss around the checkpoint?",
+        (lipschitz_percentiles, block_stretch),
+        (
+            "A trained model whose loss is near 0 is flat nearby whatever its attention: compare the "
+            "initialisations as well (the runs' epoch-0.pt).",
+            "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms. "
+            "With a top-k mask the loss jumps where a key is swapped: secants see it, gradients do not.",
+            "The intervals are about other random planes around these models, not about other training runs.",
+        ),
+    ),
+)

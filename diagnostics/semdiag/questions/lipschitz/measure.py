@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,11 +70,8 @@ def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator
             norms = _stretch(block, x, valid, start)
         bounds = log_input_constant(forms.blocks[layer].sound).expand(len(x))
         for sample, values in enumerate(zip(*norms, bounds.tolist(), *points[layer], strict=True)):
-            yield {
-                "layer": layer,
-                "sample": sample,
-                **dict(zip(("norm", "settled", "ln_sound", "ln_point", "ln_exact"), values, strict=True)),
-            }
+            numbers = dict(zip(("norm", "settled", "ln_sound", "ln_point", "ln_exact"), values, strict=True))
+            yield {"layer": layer, "sample": sample, **numbers}
 
 
 def _points(encoder: Encoder, tokens: Tensor) -> list[tuple[list[float], list[float]]]:
@@ -219,17 +216,12 @@ def ball_gradients(
         norms = gradient_norms(moved, tokens, labels)
         forms = network_forms(moved.encoder, trace_inputs(moved.encoder, tokens))
         bounds = _group_bounds(moved, forms.log_sound) | {"all": float(forms.sound.log_value)}
-        near = {} if draw else {"qk": _point_bound(moved.encoder, tokens, labels)}
+        at_point = [] if draw else [*score_gradient_bounds(moved.encoder, tokens, labels).values()]  # b_k has none
+        near = float(log_root_sum_squares(torch.tensor(at_point, dtype=torch.float64))) if at_point else math.nan
         for group, slope in norms.items():
             row = {"draw": draw, "radius": size, "distance": distance, "group": group, "slope": slope}
-            row["ln_point"] = near.get(group, math.nan)
+            row["ln_point"] = near if group == "qk" else math.nan
             yield {**row, "ln_sound": bounds[group], "holds": forms.sound.holds}
-
-
-def _point_bound(encoder: Encoder, tokens: Tensor, labels: Tensor) -> float:
-    """Return the bound of the gradient in all queries and keys at the current parameters; b_k has none."""
-    bounds = score_gradient_bounds(encoder, tokens, labels)
-    return float(log_root_sum_squares(torch.tensor(list(bounds.values()), dtype=torch.float64)))
 
 
 def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
@@ -245,10 +237,7 @@ def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dic
     squares = {
         group: sum(float(gradient_vector[part].square().sum()) for part in moved.slices(group)) for group in GROUPS
     }
-    return {
-        "all": float(gradient_vector.norm()),
-        **{group: math.sqrt(square) for group, square in squares.items()},
-    }
+    return {"all": float(gradient_vector.norm())} | {group: math.sqrt(x) for group, x in squares.items()}
 
 
 def _group_bounds(moved: MovableEncoder, log_sound: Mapping[str, Tensor]) -> dict[str, float]:
@@ -333,36 +322,20 @@ def lipschitz(
     rows: dict[str, list[Row]] = {"jacobians": list(block_jacobians(moved.encoder, tokens, seed))}
     secants = plane_secants(moved, loss, radii(plan.radius), plan.planes, plan.directions, seed)
     rows["loss_secants"] = [*secants, *line_secants(moved, loss, radii(plan.radius), seed)]
-    gradients = ball_gradients(moved, tokens, labels, plan.radius, plan.draws, seed)
-    rows["loss_gradients"] = list(_counting(gradients, after_point))
+    rows["loss_gradients"] = []
+    for row in ball_gradients(moved, tokens, labels, plan.radius, plan.draws, seed):
+        rows["loss_gradients"].append(row)
+        after_point(int(row["group"] == "all"))
     return {
         table.name: table.of_rows({"model": loaded.path, **row} for row in rows[table.name]) for table in TABLES
     }
 
 
-def _counting(rows: Iterable[Row], after_point: Callable[[int], None]) -> Iterator[Row]:
-    for row in rows:
-        if row["group"] == "all":
-            after_point(1)
-        yield row
-
-
 def _measure(subject: Subject, plan: LipschitzPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     if subject.model.external:
         raise NotAvailableError("its loss is not known")
-    return lipschitz(
-        subject.model,
-        subject.tokens,
-        subject.labels,
-        plan=plan,
-        seed=subject.seed,
-        device=subject.device,
-        after_point=subject.after_point,
-    )
-
-
-def _provenance(plan: LipschitzPlan, samples: int, few: int) -> dict[str, Any]:
-    return {"lipschitz_samples": min(plan.samples, samples)}
+    how: dict[str, Any] = {name: getattr(subject, name) for name in ("seed", "device", "after_point")}
+    return lipschitz(subject.model, subject.tokens, subject.labels, plan=plan, **how)
 
 
 PROBE = Probe(
@@ -371,6 +344,6 @@ PROBE = Probe(
     TABLES,
     _measure,
     steps=_settings,
-    provenance=_provenance,
+    provenance=lambda plan, samples, few: {"lipschitz_samples": min(plan.samples, samples)},
     reported=lambda options: LipschitzPlan() if options.thorough else None,
 )

@@ -42,11 +42,8 @@ def _ask(
     ] = 5,
     out: Annotated[
         Path | None,
-        options.option(
-            "The page, an .html file. Default: reports/look-MODEL.html.",
-            panel=options.OUTPUT,
-            metavar="FILE",
-            show_default=False,
+        options.output_option(
+            "The page, an .html file. Default: reports/look-MODEL.html.", metavar="FILE", show_default=False
         ),
     ] = None,
     *,

@@ -185,6 +185,11 @@ class Head:
     entropy: float  # the mean entropy of its weights, nats
     first_weight: float  # the mean weight on the first key that is no padding
 
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """Return its three numbers."""
+        return self.dispersion, self.entropy, self.first_weight
+
 
 @dataclass(frozen=True, eq=False)
 class SeenLayer:

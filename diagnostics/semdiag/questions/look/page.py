@@ -170,7 +170,7 @@ def _data(seen: Seen, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
                 "allowed": mask(head.allowed),
                 "selected": mask(head.selected),
                 "sink": _sink(head.sink),
-                "numbers": [_rounded(getattr(head, name)) for name in _NUMBERS],
+                "numbers": [float(f"{x:.6g}") if math.isfinite(x) else None for x in head.numbers],
             }
             for head in one.heads
         ]
@@ -211,11 +211,6 @@ def _trained(seen: Seen) -> list[str]:
 
 def _base64(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
-
-
-def _rounded(value: float) -> float | None:
-    """Return a number to six digits; None if it is not finite."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _sink(value: float | None) -> float | str | None:

@@ -1,4 +1,4 @@
-"""What a number format does to masks: by model, format and layer, pooled, and in words."""
+"""What a number format does to masks: by model, format and layer, pooled, in words, and drawn."""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.findings import Findings, Summary, records
@@ -23,8 +25,9 @@ from semdiag.measuring.words import (
     strict_percent,
     text,
 )
-from semdiag.presenting.answer import Answer, Glance, Outcome, with_facts
-from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, with_facts
+from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
+from semdiag.presenting.drawing.style import drawing, finished, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.mask_stability.mask_rows import SELECTIONS
 
@@ -42,7 +45,8 @@ def precision_table(findings: Findings) -> pd.DataFrame:
     rows = []
     for (model, kind), rows_of_format in masks.groupby(["model", "format"], sort=False):
         of_changed = lost[(lost["model"] == model) & (lost["format"] == kind)]
-        for layer, part in _layers(rows_of_format):
+        by_layer = [(int(str(layer)), part) for layer, part in rows_of_format.groupby("layer", sort=True)]
+        for layer, part in (*by_layer, (ALL, rows_of_format)):
             weights = of_changed if layer == ALL else of_changed[of_changed["layer"] == layer]
             rows.append({"model": model, "format": kind, "layer": layer, **_described(part, weights["lost"])})
     return pd.DataFrame(rows, columns=_COLUMNS)
@@ -57,12 +61,6 @@ def precision_of(findings: Findings, model: str) -> list[Summary]:
         entries = records(rows.drop(columns=["model", "format"]).astype({"layer": object}))
         formats.append({"format": kind, "layers": entries[:-1], "all": entries[-1] | {"layer": "all"}})
     return formats
-
-
-def _layers(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    for layer, part in rows.groupby("layer", sort=True):
-        yield int(str(layer)), part
-    yield ALL, rows
 
 
 def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
@@ -151,9 +149,8 @@ def _of_format(answer: Summary) -> Iterator[str]:
         interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
         yield (
             f"In {kind} {strict_percent(row['changed'])} of the masks change however ties are broken "
-            f"({interval}), "
-            f"{strict_percent(row['tied'])} have a tie at the boundary, {strict_percent(row['changed_or_tied'])} "
-            f"either; certified {strict_percent(row['certified'])}."
+            f"({interval}), {strict_percent(row['tied'])} have a tie at the boundary, "
+            f"{strict_percent(row['changed_or_tied'])} either; certified {strict_percent(row['certified'])}."
         )
         if not math.isnan(row["lost_p50"]):
             yield f"A changed row loses {row['lost_p50']:.2g} of its weight (median; mean {row['lost_mean']:.2g})."
@@ -186,32 +183,23 @@ def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
         yield f"{one['format']}: {' '.join(words)}"
 
 
-SUPPOSED = "the model selects no keys: this is the mask that top-{k} would choose from its scores"
-NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
-
-
 def mask_words(findings: Findings, model: str) -> str:
     """Return which mask of a model was judged, or why none was."""
     measurements = findings.measurements
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
     kind = str(row["attention"])
-    if SELECTIONS.get(kind) is None:
-        return NOT_APPLICABLE.format(attention=kind)
+    if (selection := SELECTIONS.get(kind)) is None:
+        return f"not applicable: the mask of {kind} attention does not depend on the input"
     kept_keys = pd.concat(
         [t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)]
     )
     if kept_keys.empty:
         return next(iter(refusals(findings, model)), "no query drops a key: no mask can change")
-    if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
-        kept = (
-            f"{kept_keys.min()} to {kept_keys.max()} keys"
-            if kept_keys.min() < kept_keys.max()
-            else f"k = {kept_keys.iloc[0]}"
-        )
-        return f"the model's own mask, {kept}; no certificate is known for {kind} attention"
-    return (
-        SUPPOSED.format(k=kept_keys.iloc[0]) if kind in DENSE else f"the model's own mask, k = {kept_keys.iloc[0]}"
-    )
+    low, high = kept_keys.min(), kept_keys.max()
+    if kind in DENSE:
+        return f"the model selects no keys: this is the mask that top-{low} would choose from its scores"
+    own = f"the model's own mask, {f'{low} to {high} keys' if low < high else f'k = {low}'}"
+    return own if selection.ranked else f"{own}; no certificate is known for {kind} attention"
 
 
 def refusals(findings: Findings, model: str) -> list[str]:
@@ -229,3 +217,79 @@ def answer(findings: Findings) -> Answer:
     return Answer(
         precision_glance(findings), precision_in_short(findings), precision_sentences(findings), tables=tables
     )
+
+
+MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
+
+
+def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
+    """Return the models with an input-dependent mask that was judged, last snapshots first."""
+    measurements = findings.measurements
+    kept = getattr(measurements, table).groupby("model")["kept"].last()
+    judged = []
+    for panel in panels_of(measurements.models):
+        for series in panel.series:
+            if series.model in kept.index:
+                supposed = f": top-{kept[series.model]} it would choose" if series.attention in DENSE else ""
+                judged.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
+    if not judged:
+        raise NothingToDrawError("No mask of these models depends on the input, so none can change.")
+    return judged
+
+
+def shades(count: int) -> list[str]:
+    """Return colours from light to dark that the colour-blind can tell apart."""
+    import seaborn as sns  # takes a second
+
+    return list(sns.color_palette("viridis_r", count + 1).as_hex())[1:]
+
+
+@drawing(
+    "Share of queries whose mask is the same in float64 and rounded to a number format, per layer, certified "
+    "share dotted: {shown}.",
+    "The band of a format is due to ties at the boundary, which engines break in their own ways. The dotted share "
+    "is proven: no engine within the error model changes it.",
+)
+def masks_in_formats(findings: Findings) -> Figure:
+    """Draw the share of masks that stay the same, a curve for each number format against layers."""
+    models = judged_models(findings, "rounded_masks")
+    table = findings(precision_table)
+    formats = list(table["format"].unique())
+    figure, axes = panel_grid(len(models), height=2.9)
+    for ax, (model, title) in zip(axes, models, strict=True):
+        of_model = table[(table["model"] == model) & (table["layer"] != ALL)]
+        for at, (kind, color) in enumerate(zip(formats, shades(len(formats)), strict=True)):
+            rows = of_model[of_model["format"] == kind]
+            layers = rows["layer"].to_numpy(int)
+            ax.plot(layers, 1 - rows["changed"], color=color, marker=MARKERS[at], markersize=4, label=kind)
+            ax.fill_between(
+                layers, 1 - rows["changed_or_tied"], 1 - rows["changed"], color=color, alpha=0.25, linewidth=0
+            )
+            ax.plot(layers, rows["certified"], color=color, linestyle=":", linewidth=1.3)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlabel("layer")
+        ax.set_ylim(0, 1.03)
+        ax.set_title(title, fontsize=9)
+    axes[0].set_ylabel("share of masks unchanged, S′ = S")
+    return finished(
+        figure,
+        "Queries, keys and scores rounded once, against float64. Bands: down to the share without a tie at the "
+        "boundary; dotted: certified to be unchanged. Heads pooled, without rows that are not covered.",
+    )
+
+
+HEADINGS = (
+    Heading(
+        "mask-precision",
+        "Do masks survive a number format?",
+        (masks_in_formats,),
+        (
+            "Certified: no rounding of operands, sum and score can move a kept score below a dropped one, or "
+            "level with it. The proof holds for an error model (docs/theory.md), not for an engine's bugs.",
+            "The error model rounds queries and keys without a scale, adds in float32 and rounds the scaled score "
+            "once more. Rows with a bias, a soft-cap or sinks are not covered, and are left out of every share.",
+            "Rounding is not passed on from layer to layer. A full-attention model is judged by the mask that "
+            "top-k would choose.",
+        ),
+    ),
+)

@@ -1,18 +1,16 @@
 """Compare masks of queries and keys in float64 against those of a number format."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.batches import Batch, samples_of, split
-from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.batches import samples_of, split
 from semdiag.mathematics.mask_stability import TopSet, kept_in_common, score_rounding, top_set
 from semdiag.mathematics.rounding import (
     FORMATS,
@@ -23,9 +21,10 @@ from semdiag.mathematics.rounding import (
     survives_rounding,
 )
 from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
-from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.probe import Probe, Subject, plan_of
+from semdiag.measuring.calls.running import running
+from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
+from semdiag.presenting.options import check_least
 from semdiag.questions.mask_stability import SUPPOSED_K
 from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
 from semdiag_models import InputError
@@ -182,36 +181,8 @@ class PrecisionPlan:
         if not names or not {*names} <= {*coarser}:
             got = ", ".join(map(str, self.formats)) or "none"
             raise InputError(f"Masks are compared in {', '.join(coarser)} against float64. Got {got}.")
-        if self.k < 1:
-            raise InputError(f"k must be at least 1. Got {self.k}.")
+        check_least(self, k=1)
         object.__setattr__(self, "formats", names)
-
-
-def mask_precision(
-    model: LoadedModel | nn.Module,
-    inputs: Batch | Iterable[Batch],
-    plan: PrecisionPlan | None = None,
-    *,
-    batch_size: int = 100,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    min_keys: int = 1,
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Compare the mask of every query in float64 with that of its rounded query, keys and scores."""
-    plan = plan_of(PrecisionPlan, plan)
-    loaded = unnamed(model)
-    kind = "full" if loaded.external else loaded.encoder.config.attention
-    selection = selection_of(kind)
-    if selection is None:
-        return ROUNDED_MASKS.empty(), LOST_WEIGHTS.empty()
-    if not selection.ranked:
-        raise NotAvailableError(f"the scores alone do not say which keys {kind} attention keeps")
-    collected = _Collector(loaded.path, plan, selection, min_keys)
-    with running(loaded, collected.add, device, dtype) as run:
-        for batch in split(inputs, batch_size):
-            collected.numbers.start(samples_of(batch))
-            run(batch)
-    return ROUNDED_MASKS.of_parts(collected.masks), LOST_WEIGHTS.of_parts(collected.lost)
 
 
 @dataclass
@@ -255,21 +226,24 @@ class _Collector:
         return table.assign(why=np.where(table["not_covered"] > 0, rows.why, ""))[table["queries"] > 0]
 
 
-def _measure(subject: Subject, plan: PrecisionPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
-    masks, lost = mask_precision(
-        subject.model,
-        subject.first[0],
-        plan,
-        batch_size=subject.batch_size,
-        device=subject.device,
-        dtype=subject.dtype,
-        min_keys=prepared or 1,
-    )
-    return {"rounded_masks": masks, "lost_weights": lost}
-
-
-def _provenance(plan: PrecisionPlan, samples: int, few: int) -> dict[str, Any]:
-    return {"mask_formats": list(plan.formats), "mask_k": plan.k, "probe_samples": few}
+def _measure(subject: Subject, plan: PrecisionPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
+    """Compare the mask of every query in float64 with that of its rounded query, keys and scores."""
+    loaded = subject.model
+    kind = "full" if loaded.external else loaded.encoder.config.attention
+    selection = selection_of(kind)
+    if selection is None:
+        return {"rounded_masks": ROUNDED_MASKS.empty(), "lost_weights": LOST_WEIGHTS.empty()}
+    if not selection.ranked:
+        raise NotAvailableError(f"the scores alone do not say which keys {kind} attention keeps")
+    collected = _Collector(loaded.path, plan, selection, prepared or 1)
+    with running(loaded, collected.add, subject.device, subject.dtype) as run:
+        for batch in split(subject.first[0], subject.batch_size):
+            collected.numbers.start(samples_of(batch))
+            run(batch)
+    return {
+        "rounded_masks": ROUNDED_MASKS.of_parts(collected.masks),
+        "lost_weights": LOST_WEIGHTS.of_parts(collected.lost),
+    }
 
 
 PROBE = Probe(
@@ -278,5 +252,9 @@ PROBE = Probe(
     (ROUNDED_MASKS, LOST_WEIGHTS),
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
-    provenance=_provenance,
+    provenance=lambda plan, samples, few: {
+        "mask_formats": list(plan.formats),
+        "mask_k": plan.k,
+        "probe_samples": few,
+    },
 )

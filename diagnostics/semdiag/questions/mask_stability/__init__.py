@@ -1,6 +1,7 @@
 """Do masks survive noise: certified, predicted, observed?"""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from semdiag.presenting import options
@@ -9,7 +10,7 @@ from semdiag.presenting.question import Asked, Question
 from semdiag.questions.stability import NOISE, check_levels
 
 SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
-_NOISE = "Which noise"
+_noise = partial(option, panel="Which noise")
 
 
 @dataclass(frozen=True)
@@ -18,36 +19,33 @@ class NoisePlan:
 
     levels: Annotated[
         tuple[float, ...],
-        option(
+        _noise(
             "Standard deviation of the Gaussian noise, relative to each token's root mean square. One level or "
             "several, like 0.01 or 0.001,0.01,0.1.",
-            "--noise", panel=_NOISE, metavar="LEVEL,LEVEL",
+            "--noise",
+            metavar="LEVEL,LEVEL",
         ),
         options.positive_numbers,
-    ] = (NOISE,)  # fmt: skip
-    draws: Annotated[int, option("Noisy copies of each input at each noise level.", panel=_NOISE)] = 5
-    absolute: Annotated[
-        bool, option("Take the levels of --noise as absolute, not relative.", "--absolute", panel=_NOISE)
-    ] = False
+    ] = (NOISE,)
+    draws: Annotated[int, _noise("Noisy copies of each input at each noise level.")] = 5
+    absolute: Annotated[bool, _noise("Take the levels of --noise as absolute, not relative.", "--absolute")] = (
+        False
+    )
     block: Annotated[
         int,
-        option(
+        _noise(
             "Add the noise to the input of this block; earlier blocks see none. 0: the embedded tokens.",
-            "--at-block", panel=_NOISE,
+            "--at-block",
         ),
-    ] = 0  # fmt: skip
+    ] = 0
     k: Annotated[
         int, option("Full-attention models have no mask: test the one that top-k would choose, with this k.")
     ] = SUPPOSED_K
     seed: Annotated[int, options.SHARED] = 0
 
     def __post_init__(self) -> None:
-        from semdiag_models.reading import InputError
-
         check_levels(self.levels)
-        for name, least in (("draws", 1), ("block", 0), ("k", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+        options.check_least(self, draws=1, block=0, k=1)
 
 
 def _ask(

@@ -1,4 +1,4 @@
-"""Masks under noise: by noise level, layer and head, at one glance, in words, and on the terminal."""
+"""Masks under noise: by noise level, layer and head, in words, on the terminal, and drawn."""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.estimates import all_by_name, without
@@ -23,10 +25,19 @@ from semdiag.measuring.words import (
     percent_span,
     plain,
 )
-from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, title, with_facts
+from semdiag.presenting.answer import Answer, Folded, Glance, Heading, Outcome, title, with_facts
 from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.drawing.style import INK, drawing, finished, number_layers, panel_grid
 from semdiag.presenting.tables import Column, NumberTable, not_shown
-from semdiag.questions.mask_precision.answer import mask_words, precision_of, precision_rows, refusals
+from semdiag.questions.mask_precision.answer import (
+    MARKERS,
+    judged_models,
+    mask_words,
+    precision_of,
+    precision_rows,
+    refusals,
+    shades,
+)
 
 RESAMPLES = 200
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
@@ -95,29 +106,28 @@ def _described(part: pd.DataFrame) -> Summary:
     }
 
 
+def _middle_level(findings: Findings) -> tuple[float, pd.DataFrame]:
+    """Return the middle noise level, and the pooled rows of all levels."""
+    table = findings(mask_table)
+    table, levels = table[table["layer"] == ALL], sorted(table["level"].unique())
+    return (float(levels[len(levels) // 2]) if levels else math.nan), table
+
+
 def masks_in_short(findings: Findings) -> list[str]:
     """Return the first screen's sentence on masks under noise: pooled, one level, last snapshots only."""
-    if findings.measurements.masks.empty:
+    level, table = _middle_level(findings)
+    if table.empty:
         return []
-    table = findings(mask_table)
-    table = table[table["layer"] == ALL]
-    levels = sorted(table["level"].unique())
-    if not levels:
-        return []
-    level = levels[len(levels) // 2]
     labels = model_labels(findings.measurements.models, last_only=True)
     shown = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
     kinds = findings.measurements.models.set_index("model")["attention"]
     kept = findings.measurements.masks.groupby("model")["kept"].max()
-    supposed = {
-        model: f"; the mask that top-{kept[model]} would choose" for model in shown.index if kinds[model] in DENSE
-    }
-    parts = [
-        f"{label} {shown.loc[model, 'exact']:.0%} (certified {shown.loc[model, 'certified']:.0%}"
-        f"{supposed.get(model, '')})"
-        for model, label in labels.items()
-        if model in shown.index
-    ]
+    rows = {row["model"]: row for row in records(shown.reset_index())}
+    parts = []
+    for model, label in ((model, label) for model, label in labels.items() if model in rows):
+        supposed = f"; the mask that top-{kept[model]} would choose" * (kinds[model] in DENSE)
+        row = rows[model]
+        parts.append(f"{label} {row['exact']:.0%} (certified {row['certified']:.0%}{supposed})")
     if not parts:
         return []
     changed, certified = int(shown["certified_changed"].sum()), int(shown["certified_rows"].sum())
@@ -125,7 +135,7 @@ def masks_in_short(findings: Findings) -> list[str]:
     more = f" (and {others:,} under other noise or of other snapshots)" if others else ""
     fault = f"{more}, which is an error of semdiag" if changed or others else ""
     return [
-        f"Masks that survive noise of {noise_words(findings, float(level))} unchanged: {'; '.join(parts)}. "
+        f"Masks that survive noise of {noise_words(findings, level)} unchanged: {'; '.join(parts)}. "
         f"Certified rows that changed: {changed:,} of {certified:,}{fault}."
     ]
 
@@ -177,33 +187,25 @@ def _correlation(row: dict[Any, Any], samples: int) -> str:
 
 def masks_glance(findings: Findings) -> Glance:
     """Return the share of masks, own and supposed, that stay the same under the middle noise level."""
-    table = findings(mask_table)
-    table = table[table["layer"] == ALL]
+    level, table = _middle_level(findings)
     if table.empty:
         return Glance(Outcome.OPEN, "0 models", "have a mask that depends on the input")
-    levels = sorted(table["level"].unique())
-    rows = table[table["level"] == levels[len(levels) // 2]]
+    rows = table[table["level"] == level]
     kinds = findings.measurements.models.set_index("model")["attention"]
     without = rows["model"].map(kinds).isin(DENSE)
     with_mask, supposed = rows[~without], rows[without]
-    noise = f"stay the same under noise of {noise_words(findings, levels[len(levels) // 2])}"
+    noise = f"stay the same under noise of {noise_words(findings, level)}"
     chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
     certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     tail = f"{changed:,} of {certified:,} certified ones changed"
     if with_mask.empty:
-        return Glance(
-            Outcome.MEASURED,
-            _share(supposed),
-            f"of the masks {chosen} in {counted(len(supposed), 'model')} {noise}; {tail}",
-        )
+        words = f"of the masks {chosen} in {counted(len(supposed), 'model')} {noise}; {tail}"
+        return Glance(Outcome.MEASURED, percent_span(supposed["exact"]), words)
     if len(supposed):
-        tail = f"{_share(supposed)} of those {chosen} in {counted(len(supposed), 'model')} without a mask; {tail}"
+        share, models = percent_span(supposed["exact"]), counted(len(supposed), "model")
+        tail = f"{share} of those {chosen} in {models} without a mask; {tail}"
     words = f"of the masks of {counted(len(with_mask), 'model')} {noise}; {tail}"
-    return Glance(Outcome.MEASURED, _share(with_mask), words)
-
-
-def _share(masks: pd.DataFrame) -> str:
-    return percent_span(list(masks["exact"]))
+    return Glance(Outcome.MEASURED, percent_span(with_mask["exact"]), words)
 
 
 def noise_words(findings: Findings, level: float) -> str:
@@ -317,3 +319,77 @@ def answer(findings: Findings) -> Answer:
         results=results,
         shown=shown,
     )
+
+
+@drawing(
+    "Share of queries whose mask stays exactly the same under input noise, per layer, with 95% "
+    "intervals and the certified share dotted: {shown}.",
+    "A curve near 1 belongs to a layer whose masks this noise hardly changes. The dotted line is what can be "
+    "proven from Δ and the change of the scores alone; masks between it and the curves survive without a proof.",
+)
+def masks_unchanged(findings: Findings) -> Figure:
+    """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers."""
+    models = judged_models(findings)
+    table, by_layer = findings(mask_table), findings(heads_pooled)
+    figure, axes = panel_grid(len(models), height=2.9)
+    for ax, (model, name) in zip(axes, models, strict=True):
+        layers = by_layer[by_layer["model"] == model]
+        if layers["level"].nunique() > 1:
+            _against_noise(ax, layers, table[(table["model"] == model) & (table["layer"] == ALL)], findings)
+        else:
+            _against_layers(ax, layers, findings)
+        ax.set_title(name, fontsize=9)
+    axes[0].set_ylabel("share of masks unchanged, S′ = S")
+    return finished(
+        figure,
+        f"{mask_facts(findings)}.\nBands and bars: 95% intervals from resampled sequences; heads pooled by "
+        "mean; dotted: certified to be unchanged (all layers).",
+    )
+
+
+def _against_noise(ax: Axes, by_layer: pd.DataFrame, all_layers: pd.DataFrame, findings: Findings) -> None:
+    layers = sorted(by_layer["layer"].unique())
+    for place, (layer, color) in enumerate(zip(layers, shades(len(layers)), strict=True)):
+        rows = by_layer[by_layer["layer"] == layer]
+        ax.plot(
+            rows["level"], rows["exact"], color=color, marker=MARKERS[place % len(MARKERS)], markersize=4,
+            label=f"layer {layer}",
+        )  # fmt: skip
+        ax.fill_between(rows["level"], rows["exact_low"], rows["exact_high"], color=color, alpha=0.25, linewidth=0)
+    all_layers = all_layers.sort_values("level")
+    ax.plot(
+        all_layers["level"], all_layers["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified"
+    )
+    ax.set_xscale("log")
+    ax.set_xticks(all_layers["level"], [noise_words(findings, level) for level in all_layers["level"]])
+    ax.set_xticks([], minor=True)
+    ax.set_xlabel("noise (standard deviation)")
+    ax.set_ylim(0, 1.03)
+
+
+def _against_layers(ax: Axes, rows: pd.DataFrame, findings: Findings) -> None:
+    layers = np.arange(len(rows))
+    ends = np.abs(np.stack([rows["exact"] - rows["exact_low"], rows["exact_high"] - rows["exact"]]))
+    color = shades(3)[1]
+    level = noise_words(findings, float(rows["level"].iloc[0]))
+    ax.errorbar(layers, rows["exact"], yerr=ends, color=color, marker="o", capsize=3, label=f"noise {level}")
+    ax.plot(layers, rows["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
+    number_layers(ax, rows["layer"].tolist(), layers.tolist())
+    ax.set_ylim(0, 1.03)
+
+
+HEADINGS = (
+    Heading(
+        "mask-stability",
+        "Do masks survive noise?",
+        (masks_unchanged,),
+        (
+            "A full-attention model drops no key: the mask judged is the one that top-k would choose from its "
+            "scores, on which its output does not depend.",
+            "Certified: the scores provably move too little to change the mask. A certified mask that changed "
+            "would be an error of semdiag.",
+            "The noise is Gaussian, unlike that of data or of an adversary. Intervals are about other inputs of "
+            "the same kind.",
+        ),
+    ),
+)

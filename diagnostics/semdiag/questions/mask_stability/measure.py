@@ -18,11 +18,11 @@ from semdiag.mathematics.censored import predicted_classes
 from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
-from semdiag.measuring.probe import Probe, ReportOptions, Subject, plan_of
+from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table
 from semdiag.questions.mask_stability import SUPPOSED_K, NoisePlan
 from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
-from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, token_size
+from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, small_parts, token_size
 from semdiag_models import InputError
 
 MASKS = Table(
@@ -272,24 +272,10 @@ class _Probe:
 def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     inputs, labels = subject.first
     if subject.model.external:  # a batch with all its noisy copies is as large as any other
-        copies = len(plan.levels) * plan.draws
-        size = max(1, subject.batch_size // (1 + copies))
-        inputs = [
-            piece
-            for batch in inputs
-            for piece in ([batch] if isinstance(batch, tuple | list) else split(batch, size))
-        ]
-    masks, effects = mask_stability(
-        subject.model,
-        inputs,
-        labels,
-        plan,
-        batch_size=subject.batch_size,
-        device=subject.device,
-        dtype=subject.dtype,
-        min_keys=prepared or 1,
-        note=subject.note,
-    )
+        size = max(1, subject.batch_size // (1 + len(plan.levels) * plan.draws))
+        inputs = [piece for batch in inputs for piece in small_parts(batch, size)]
+    how: dict[str, Any] = {name: getattr(subject, name) for name in ("batch_size", "device", "dtype", "note")}
+    masks, effects = mask_stability(subject.model, inputs, labels, plan, min_keys=prepared or 1, **how)
     return {"masks": masks, "noise_effects": effects}
 
 
@@ -302,14 +288,6 @@ def _check(model: LoadedModel, plan: NoisePlan, prepared: Any = None) -> None:
         raise InputError(f"Noise can enter at blocks 0 to {last} of {model.path}. Got {plan.block}.")
 
 
-def _provenance(plan: NoisePlan, samples: int, few: int) -> dict[str, Any]:
-    return {"mask_noise": asdict(plan), "probe_samples": few}
-
-
-def _reported(options: ReportOptions) -> NoisePlan:
-    return NoisePlan(options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed)
-
-
 PROBE = Probe(
     "mask stability",
     NoisePlan,
@@ -317,6 +295,8 @@ PROBE = Probe(
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
     check=_check,
-    provenance=_provenance,
-    reported=_reported,
+    provenance=lambda plan, samples, few: {"mask_noise": asdict(plan), "probe_samples": few},
+    reported=lambda options: NoisePlan(
+        options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed
+    ),
 )

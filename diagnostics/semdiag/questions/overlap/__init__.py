@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from semdiag.presenting.options import option
+from semdiag.presenting.options import check_least, option
 from semdiag.presenting.question import Question
 
 
@@ -16,10 +16,7 @@ class OverlapPlan:
     ] = 5
 
     def __post_init__(self) -> None:
-        from semdiag_models.reading import InputError
-
-        if self.k < 1:
-            raise InputError(f"k must be at least 1. Got {self.k}.")
+        check_least(self, k=1)
 
 
 QUESTION = Question(

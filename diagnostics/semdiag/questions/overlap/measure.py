@@ -220,8 +220,10 @@ def _measure(subject: Subject, plan: OverlapPlan, prepared: Any) -> Mapping[str,
     return {"overlap": mask_overlap(subject.model, inputs, plan, device=subject.device)}
 
 
-def _provenance(plan: OverlapPlan, samples: int, few: int) -> dict[str, Any]:
-    return {"overlap_k": plan.k, "probe_samples": few}
-
-
-PROBE = Probe("overlap", OverlapPlan, (OVERLAP,), _measure, provenance=_provenance)
+PROBE = Probe(
+    "overlap",
+    OverlapPlan,
+    (OVERLAP,),
+    _measure,
+    provenance=lambda plan, samples, few: {"overlap_k": plan.k, "probe_samples": few},
+)

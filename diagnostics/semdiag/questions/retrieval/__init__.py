@@ -19,9 +19,7 @@ class RetrievalPlan:
     """Which texts are made, and with which masks the model reads them."""
 
     tasks: Annotated[
-        tuple[str, ...],
-        option(f"What is to be found, of {', '.join(TASKS)}.", metavar="TASK,TASK"),
-        listed_names,
+        tuple[str, ...], option(f"What is to be found, of {', '.join(TASKS)}.", metavar="TASK,TASK"), listed_names
     ] = ("passkey", "induction")
     kinds: Annotated[
         tuple[str, ...],

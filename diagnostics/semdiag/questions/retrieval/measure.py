@@ -196,8 +196,13 @@ def _read(logits: Tensor, told: Told) -> dict[str, Any]:
     return {"distance": told.distance, **counts, "loss": float(own.sum()), "text_loss": float(rest.sum())}
 
 
-def _provenance(plan: RetrievalPlan, samples: int, few: int) -> dict[str, Any]:
-    return {"retrieval_samples": plan.samples, "retrieval_depths": list(plan.depths)}
-
-
-PROBE = Probe("retrieval", RetrievalPlan, (RETRIEVAL, TILES), retrieval, provenance=_provenance)
+PROBE = Probe(
+    "retrieval",
+    RetrievalPlan,
+    (RETRIEVAL, TILES),
+    retrieval,
+    provenance=lambda plan, samples, few: {
+        "retrieval_samples": plan.samples,
+        "retrieval_depths": list(plan.depths),
+    },
+)

@@ -1,6 +1,7 @@
 """How far can a top-k be trusted?"""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -14,19 +15,11 @@ if TYPE_CHECKING:
     from semdiag.presenting.answer import Answer
     from semdiag.questions.selections.compare import OwnSelections, Saving
 
-_PANEL = "What is asked"
-_OF_MODELS = [
-    "inputs",
-    "max_length",
-    "tokenizer",
-    "batch_size",
-    "device",
-    "dtype",
-    "head",
-    "out",
-    "figures",
-    "save",
-]
+_asked = partial(option, panel="What is asked")
+_OF_MODELS = (
+    *("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head"),
+    *("out", "figures", "save"),
+)
 _OF_FILES = ("against", "causal", "keys", "layout")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
@@ -51,53 +44,48 @@ def _ask(
     ] = None,
     format: Annotated[
         str,
-        option(
+        _asked(
             "The precision in which the engine computed its scores: float32, bfloat16, float16, "
             "float8_e4m3fn, float8_e5m2, float64. It says what rounding explains; of a model, which choices are "
             "certified (bfloat16 if it is left out).",
-            panel=_PANEL,
             metavar="NAME",
         ),
     ] = "float32",
     causal: Annotated[
         bool,
-        option(
+        _asked(
             "Keys after the query may not be chosen. The last dimension before the keys is the query's, and "
             "queries are the last tokens.",
             "--causal",
-            panel=_PANEL,
         ),
     ] = False,
     keys: Annotated[
-        int | None, option("How many keys there are, if the file has no scores.", panel=_PANEL, show_default=False)
+        int | None, _asked("How many keys there are, if the file has no scores.", show_default=False)
     ] = None,
     layout: Annotated[
         str,
-        option(
+        _asked(
             "With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the "
             "second file behind a colon if they are others. Default: tokens; tokens,layers; "
             "batch,sequence,layers; batch,sequence,layers,heads.",
-            panel=_PANEL,
             metavar="NAME,NAME[:NAME,NAME]",
             show_default=False,
         ),
     ] = "",
     save: Annotated[
         Path | None,
-        option(
+        options.output_option(
             "Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such "
             "files can be compared.",
-            panel=options.OUTPUT,
             metavar="FILE.npz",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        option(
+        options.output_option(
             "Of a model: write a figure of its first sample into this folder: what is chosen, left out and "
             "forbidden.",
-            panel=options.OUTPUT,
             metavar="DIR",
             show_default=False,
         ),
@@ -110,11 +98,11 @@ def _ask(
     from semdiag_models import InputError
 
     of_model = str(file).startswith(pretrained.PREFIX) or recognised(str(file))
-    idle = [name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed]
-    if idle and of_model:
-        raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
-    if idle:
-        raise InputError(f"{_option(idle[0])} applies to a model (hf:PATH), and {file} is not one. Leave it out.")
+    for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed):
+        word = "A second file" if name == "against" else f"--{name.replace('_', '-')}"
+        what = "files" if of_model else "a model (hf:PATH)"
+        other = "a model" if of_model else "not one"
+        raise InputError(f"{word} applies to {what}, and {file} is {other}. Leave it out.")
     if of_model:
         if "figures" in shared.typed and out is None:
             raise InputError("--figures says how to write a figure, and --out DIR where. Name a folder.")
@@ -126,11 +114,6 @@ def _ask(
     if layout:
         raise InputError("--layout applies to two files: name what another engine chose.")
     _check(file, format, causal, keys, shared)
-
-
-def _option(name: str) -> str:
-    """Return an argument as the user typed it."""
-    return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
 
 
 def _own(model: Path, format: str, shared: Asked, save: Path | None, out: Path | None) -> NoReturn:

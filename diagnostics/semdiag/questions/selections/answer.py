@@ -29,11 +29,7 @@ from semdiag.questions.selections.compare import (
 def comparison_sentences(answer: Summary) -> list[str]:
     """Return how two selections differ, the verdict first, from the JSON of their comparison."""
     changed, rows = answer["changed"], answer["rows"]
-    sentences = (
-        [_verdict(answer)]
-        if changed
-        else [f"The keys of {'all ' * (rows > 1)}{counted(rows, 'row')} are the same."]
-    )
+    sentences = [_verdict(answer)]
     if changed:
         verb = "differs" if changed == 1 else "differ"
         share = f"{changed:,} of {counted(rows, 'row')} {verb} ({100 * changed / rows:.3g}%)"
@@ -56,7 +52,12 @@ def comparison_sentences(answer: Summary) -> list[str]:
     guessed = sorted({name for name in answer["layouts"] if "," in name})
     if guessed and not answer["layout_named"]:
         sentences.append(f"The dimensions before k are read as {' and '.join(guessed)}; --layout names others.")
-    return sentences + ignored_sentences(answer) + _repeats(answer)
+    repeats = [
+        f"{many} rows of {answer[which]} name a key twice: semdiag selections {answer[which]}"
+        for which, many in answer["repeats"].items()
+        if many
+    ]
+    return sentences + ignored_sentences(answer) + repeats
 
 
 def ignored_sentences(answer: Summary) -> list[str]:
@@ -68,18 +69,11 @@ def ignored_sentences(answer: Summary) -> list[str]:
     return sentences
 
 
-def _repeats(answer: Summary) -> list[str]:
-    """Return sentences on rows that name a key twice."""
-    return [
-        f"{many} rows of {answer[which]} name a key twice: semdiag selections {answer[which]}"
-        for which, many in answer["repeats"].items()
-        if many
-    ]
-
-
 def _verdict(answer: Summary) -> str:
     """Return a sentence on what the differences are."""
-    classes = answer["classes"]
+    classes, rows = answer["classes"], answer["rows"]
+    if not answer["changed"]:
+        return f"The keys of {'all ' * (rows > 1)}{counted(rows, 'row')} are the same."
     if classes["unexplained"]:
         return "Whether rounding explains the differences is unknown: neither file has scores."
     share = f"Rounding explains {classes['numeric']:,} of {answer['changed']:,} differences"
@@ -152,10 +146,7 @@ def _place(row: Sequence[int]) -> str:
     return ",".join(map(str, row))
 
 
-def _of(chosen: int, choices: int) -> str:
-    return f"{chosen} of {choices}"
-
-
+_of = "{} of {}".format
 _CLASSES = (
     Column("class", form=text), Column("means", "which means", text), Column("rows", form=count, drop=NEVER),
     Column("worst.row", "worst row", _place, drop=NEVER), Column("worst.separation", "separation"),
@@ -193,7 +184,7 @@ def check_answer(summary: Summary) -> Answer:
     """Return the counts of a checked selection, its worst row and the verdict."""
     (result,) = summary["results"]
     keys = "" if result["keys"] is None else f" of {counted(result['keys'], 'key')}"
-    rows = counted(result["rows"], "row").replace(str(result["rows"]), f"{result['rows']:,}")
+    rows = counted(result["rows"], "row")
     counts = {**result["counts"], "not_judged": result["not_judged"]}
     classes = [
         {"class": name, "means": meaning, "rows": counts[name], "worst": result["worst_of_class"][name]}
@@ -310,13 +301,8 @@ def _load(entry: OwnSelection, rows: int) -> dict[str, Any] | None:
     if len(loads) < len(entry.parts) or not rows:
         return None
     shares = (torch.stack(loads).sum(0).double() / rows).tolist()
-    return {
-        "largest": max(shares),
-        "smallest": min(shares),
-        "even": entry.parts[0].k / len(shares),
-        "unused": shares.count(0.0),
-        "shares": shares,
-    }
+    ends = {"largest": max(shares), "smallest": min(shares), "even": entry.parts[0].k / len(shares)}
+    return ends | {"unused": shares.count(0.0), "shares": shares}
 
 
 def comparison_summary(
@@ -336,23 +322,23 @@ def comparison_summary(
         "rows": len(rows),
         "overlap": float(rows["overlap"].mean()),
         "changed": int((rows["overlap"] < 1).sum()),
-        "displacement": {"mean": float(rows["displacement"].mean()), "largest": float(rows["displacement"].max())},
+        "displacement": _mean_and_largest(rows["displacement"]),
         "classes": {str(name): int(number) for name, number in classes.items()},
         "by_own_scores": compared.by_own_scores,
         "layouts": list(compared.layouts),
         "ignored": list(compared.ignored),
         "first_layer": None if diverged.empty else int(diverged.iloc[0]),
-        "lost": {
-            "of": compared.weight_of,
-            "mean": float(rows["lost"].mean()),
-            "largest": float(rows["lost"].max()),
-        },
+        "lost": {"of": compared.weight_of, **_mean_and_largest(rows["lost"])},
         "worst": _least_overlap(rows),
         "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
         "layers": layers.to_dict("records"),
         "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
     }
     return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+
+
+def _mean_and_largest(values: "pd.Series[float]") -> dict[str, float]:
+    return {"mean": float(values.mean()), "largest": float(values.max())}
 
 
 def layer_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -383,26 +369,20 @@ _NUMBERS = ("worst_chosen", "kth", "gap", "gap_ulps", "left_out", "separation", 
 
 def check_summary(checked: CheckedSelection, file: str, provenance: dict[str, Any]) -> Summary:
     """Return what ``--json`` prints of a checked selection."""
+    present = [
+        *(name for name, number in checked.counts.items() if number),
+        *[NOT_JUDGED] * bool(checked.not_judged),
+    ]
+    facts = ("not_checked", "not_judged", "k", "keys", "format", "counts", "faults")
     entry = {
         "file": file,
         "rows": len(checked.rows),
-        "not_checked": checked.not_checked,
-        "not_judged": checked.not_judged,
-        "k": checked.k,
-        "keys": checked.keys,
-        "format": checked.format,
-        "counts": checked.counts,
-        "faults": checked.faults,
+        **{name: getattr(checked, name) for name in facts},
         "passed": not checked.faults,
         "worst": _numbers(checked.worst),
-        "worst_of_class": {name: _numbers(checked.worst_of(name)) for name in _present(checked)},
+        "worst_of_class": {name: _numbers(checked.worst_of(name)) for name in present},
     }
     return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
-
-
-def _present(checked: CheckedSelection) -> list[str]:
-    """Return the classes that have rows."""
-    return [*(name for name, number in checked.counts.items() if number), *[NOT_JUDGED] * (checked.not_judged > 0)]
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:

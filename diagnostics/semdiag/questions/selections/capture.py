@@ -166,7 +166,8 @@ def in_stages(selected: list[Selected]) -> list[tuple[Selected, Selected | None]
     for last in selected:
         group = next((early for early, _ in reversed(pairs) if _chooses_groups(early, last)), None)
         if group is not None:
-            pairs = [pair for pair in pairs if pair[0] is not group and not _scores_groups(pair[0], group)]
+            inside = group.scores.numel()  # rows of a selection that was made inside each of the groups
+            pairs = [p for p in pairs if p[0] is not group and p[0].scores.shape[:-1].numel() != inside]
         pairs.append((last, group))
     return pairs
 
@@ -186,11 +187,6 @@ def _chooses_groups(early: Selected, last: Selected) -> bool:
     dropped, scores = outside(early, choices), flat_rows(last.scores)
     masked = (scores == scores.amin(1, keepdim=True)) | ~dropped
     return bool(masked.all()) and not bool(dropped.gather(1, flat_rows(last.indices).long()).any())
-
-
-def _scores_groups(early: Selected, group: Selected) -> bool:
-    """Return whether a selection was made inside each of the groups."""
-    return early.scores.shape[:-1].numel() == group.scores.numel()
 
 
 _OF_EXPERTS = ("rout", "gate", "expert", "moe")
@@ -295,19 +291,38 @@ def own_rows(
     place: Place, chosen: Selected, group: Selected | None, into: NumberFormat
 ) -> tuple[OwnRows, Choices]:
     """Return what a selection chose for all real tokens together, and token by token."""
-    k, n, keys = chosen.indices.shape[-1], chosen.scores.shape[-1], place.kind == "keys"
-    choices, allowed, unmatched = choices_of(place, chosen, group)
-    indices, order, counts = choices.indices, choices.order, choices.real
+    k, n, keys, samples = (
+        chosen.indices.shape[-1],
+        chosen.scores.shape[-1],
+        place.kind == "keys",
+        place.tokens.samples,
+    )
+    flat = chosen.scores.ndim == 2
+    shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
+    real, unmatched = _real(place, shape[-1])
+    allowed = _allowed(shape, n, real, keys, place.causal)
+    counts, indices = allowed.counts, flat_rows(chosen.indices).cpu().long()
+    if keys:  # a top-k must return k keys: forbidden ones of rows that chose all others are none
+        inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
+        full = inside.sum(1) >= allowed.end - allowed.first
+        indices = indices.masked_fill(full[:, None] & ~inside, -1)
+    at = torch.arange(n)
+    forbidden = (at < allowed.first[:, None]) | (at >= allowed.end[:, None])
+    if group is not None:
+        forbidden = forbidden | outside(group, n).cpu()
+    order = flat_rows(chosen.order).cpu().masked_fill(forbidden, -torch.inf)
     format_of_scores = number_format(str(chosen.scores.dtype))
     grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, format_of_scores)[0]
     margin, certified = margins(order[counts], k, into)
+    sizes = None
     if group is not None:
         of_groups, sure = margins(flat_rows(group.order).cpu()[counts], group.indices.shape[-1], into)
         margin, certified = torch.minimum(margin, of_groups), certified & sure
+        sizes = group.scores.shape[-1], group.indices.shape[-1]
     hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
     experts = place.kind == "experts" and not chosen.positions
     rows = OwnRows(
-        place.kind, n, k, _groups(group), chosen.by_logits, margin, certified,
+        place.kind, n, k, sizes if sizes and sizes[1] < sizes[0] else None, chosen.by_logits, margin, certified,
         counts=Counter(GRAVITY[grade] for grade in grades.tolist()),
         padded=int((~counts).sum()),
         load=torch.bincount(indices[counts].flatten(), minlength=n) if experts else None,
@@ -315,28 +330,7 @@ def own_rows(
         causal=place.causal,
         unmatched=unmatched,
     )  # fmt: skip
-    return rows, choices
-
-
-def choices_of(place: Place, chosen: Selected, group: Selected | None) -> tuple[Choices, AllowedKeys, bool]:
-    """Return what a selection could choose and chose."""
-    n, keys = chosen.scores.shape[-1], place.kind == "keys"
-    flat, samples = chosen.scores.ndim == 2, place.tokens.samples
-    shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
-    real, unmatched = _real(place, shape[-1])
-    allowed = _allowed(shape, n, real, keys, place.causal)
-    indices = flat_rows(chosen.indices).cpu().long()
-    indices = _without_fillers(indices, allowed) if keys else indices
-    order = _of_allowed(flat_rows(chosen.order).cpu(), allowed)
-    if group is not None:
-        order = order.masked_fill(outside(group, n).cpu(), -torch.inf)
-    return Choices(place.kind, shape, indices, order, allowed.counts, allowed.first), allowed, unmatched
-
-
-def _groups(group: Selected | None) -> tuple[int, int] | None:
-    """Return how many groups there are and how many are chosen; None if all are."""
-    sizes = None if group is None else (group.scores.shape[-1], group.indices.shape[-1])
-    return sizes if sizes is not None and sizes[1] < sizes[0] else None
+    return rows, Choices(place.kind, shape, indices, order, counts, allowed.first)
 
 
 def _real(place: Place, length: int) -> tuple[Tensor | None, bool]:
@@ -363,16 +357,3 @@ def _allowed(shape: tuple[int, ...], n: int, real: Tensor | None, keys: bool, ca
         end = torch.maximum(first, torch.minimum(end, position + 1))
         position = position.flatten()
     return AllowedKeys(first.flatten(), end.flatten(), position, counts.flatten())
-
-
-def _without_fillers(indices: Tensor, allowed: AllowedKeys) -> Tensor:
-    """Return indices with -1 for forbidden keys of rows that chose all others: a top-k must return k keys."""
-    inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
-    full = inside.sum(1) >= allowed.end - allowed.first
-    return indices.masked_fill(full[:, None] & ~inside, -1)
-
-
-def _of_allowed(order: Tensor, allowed: AllowedKeys) -> Tensor:
-    """Return scores, -inf where a row may not choose."""
-    at = torch.arange(order.shape[1])
-    return order.masked_fill((at < allowed.first[:, None]) | (at >= allowed.end[:, None]), -torch.inf)

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from semdiag.mathematics.selections import (
     AllowedKeys,
     allowed_keys,
     judge_rows,
+    without_repeats,
 )
 from semdiag.measuring.measurements import array_names, read_arrays
 from semdiag.measuring.words import counted
@@ -353,7 +355,8 @@ def check_selection(
     known = _keys(keys, given_scores, valid, first, shape[-1] if causal else 0)
     if keys is not None:
         check_k(chosen.shape[-1], keys)
-    number = known or _beyond(chosen)
+    beyond = min(max(int(chosen.long().max()) + 1, chosen.shape[-1]), _MOST)  # which no index reaches
+    number = known or beyond
     allowed = allowed_keys(shape, number, valid, first, whole_numbers(documents, "documents"), bool(causal))
     if not bool(allowed.counts.any()):
         raise InputError("There is no row to check: every query is padding.")
@@ -435,11 +438,6 @@ def _keys(
     return max(1, queries, int(ends.max()))
 
 
-def _beyond(chosen: Tensor) -> int:
-    """Return a number of keys that no index reaches, up to the largest possible one."""
-    return min(max(int(chosen.long().max()) + 1, chosen.shape[-1]), _MOST)
-
-
 def _table(
     shape: tuple[int, ...],
     allowed: AllowedKeys,
@@ -478,17 +476,35 @@ _USUAL = {1: "tokens", 2: "tokens,layers", 3: "batch,sequence,layers", 4: "batch
 
 @dataclass(frozen=True, eq=False)
 class LaidOut:
-    """A selection as tokens × (layers × heads) × k."""
+    """A selection as rows: token by token, layer by layer, head by head."""
 
     file: SelectionFile  # where it is from
     layers: int  # their number; 1 if there are none
     heads: int  # heads of a layer; 1 if there are none
-    indices: Tensor  # int64 (T, layers · heads, k)
+    indices: Tensor  # int64 (rows, k)
     kind: str  # type of the indices, as given
-    scores: Tensor | None  # (T, layers · heads, n); None: unknown
-    weights: Tensor | None  # (T, layers · heads, k); None: unknown
-    tokens: Tensor | None  # int64 (T,), their ids; None: unknown
+    scores: Tensor | None  # (rows, n); None: unknown
+    weights: Tensor | None  # (rows, k); None: unknown
+    ids: Tensor | None  # int64 (tokens,); None: unknown
     layout: str  # names of the dimensions before k
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens."""
+        return len(self.indices) // (self.layers * self.heads)
+
+    @cached_property
+    def sets(self) -> Tensor:
+        """Return the indices, a key that a row names twice once."""
+        return without_repeats(self.indices)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Return the weights of the chosen keys: as given, or the softmax of their scores; None if unknown."""
+        if self.weights is not None or self.scores is None:
+            return self.weights
+        chosen = self.scores.gather(1, self.sets.clamp(min=0)).double().masked_fill(self.sets < 0, -torch.inf)
+        return chosen.softmax(1).nan_to_num(0.0)
 
 
 def lay_out(file: SelectionFile, layout: str = "") -> LaidOut:
@@ -511,21 +527,18 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
 
     def one(tensor: Tensor) -> Tensor:
         moved = tensor.permute(*order, tensor.ndim - 1)
-        return moved.reshape(-1, layers * heads, tensor.shape[-1])[kept]
+        return moved.reshape(-1, layers * heads, tensor.shape[-1])[kept].flatten(0, 1).cpu()
 
     ids = whole_numbers(file.tokens, "tokens")
     if ids is not None:
         if ids.numel() != kept.numel():
             raise InputError(f"tokens holds {ids.numel():,} ids, but there are {kept.numel():,} tokens.")
         ids = ids.flatten()[kept]
-    laid_out = one(indices).long().cpu()
-    if scores is not None and bool(one(scores).isnan().any()):
+    scores, weights = (None if each is None else one(each) for each in (scores, weights))
+    if scores is not None and bool(scores.isnan().any()):
         raise InputError("the scores hold NaN, which is neither larger nor smaller than another score.")
-    return LaidOut(
-        file, layers, heads, laid_out, str(indices.dtype).removeprefix("torch."),
-        None if scores is None else one(scores).cpu(), None if weights is None else one(weights).cpu(), ids,
-        ",".join(names),
-    )  # fmt: skip
+    indices, kind = one(indices).long(), _kind(indices)
+    return LaidOut(file, layers, heads, indices, kind, scores, weights, ids, ",".join(names))
 
 
 def _names(layout: str, count: int) -> list[str]:

@@ -20,15 +20,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel, in_evaluation_mode
 from semdiag.mathematics.rounding import NumberFormat, number_format
-from semdiag.mathematics.selections import (
-    FAULTS,
-    GRAVITY,
-    allowed_keys,
-    judge_rows,
-    overlaps,
-    weight_lost,
-    without_repeats,
-)
+from semdiag.mathematics.selections import FAULTS, GRAVITY, allowed_keys, judge_rows, overlaps, weight_lost
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.training_runs import token_ids
 from semdiag.questions.selections.capture import (
@@ -74,16 +66,11 @@ def compare_selections(
     kind = number_format(format)
     a, b = lay_out(first, layouts[0]), lay_out(second, layouts[1])
     _check_alike(a, b)
-    sets = [without_repeats(each.indices.flatten(0, 1)).reshape(each.indices.shape) for each in (a, b)]
-    repeats = [
-        int(((of_a != each.indices) & (each.indices >= 0)).any(2).sum())
-        for of_a, each in zip(sets, (a, b), strict=True)
-    ]
-    pair = _rows(a, sets[0]), _rows(b, sets[1])
-    rows = _table(*pair, kind)
+    repeats = [int(((each.sets != each.indices) & (each.indices >= 0)).any(1).sum()) for each in (a, b)]
+    rows = _table(a, b, kind)
     return ComparedSelections(
-        rows, len(a.indices), a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
-        _weight_of(a, b), _by_own_scores(*pair, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
+        rows, a.tokens, a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
+        _weight_of(a, b), _by_own_scores(a, b, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
         (a.layout, b.layout), tuple(dict.fromkeys((*first.ignored, *second.ignored))),
     )  # fmt: skip
 
@@ -93,7 +80,7 @@ def _check_alike(a: LaidOut, b: LaidOut) -> None:
     where = f"{a.file.path} and {b.file.path}"
     pairs = (
         ("k", a.indices.shape[-1], b.indices.shape[-1], ""),
-        ("tokens", len(a.indices), len(b.indices), _OTHER_TOKENS),
+        ("tokens", a.tokens, b.tokens, _OTHER_TOKENS),
         ("layers", a.layers, b.layers, ""),
         ("heads", a.heads, b.heads, ""),
         ("types of indices", a.kind, b.kind, "Save both in one type. "),
@@ -112,9 +99,9 @@ def _check_alike(a: LaidOut, b: LaidOut) -> None:
             )
     if a.scores is not None and b.scores is not None and a.scores.shape != b.scores.shape:
         raise InputError(f"{where} differ in the number of keys: {a.scores.shape[-1]} and {b.scores.shape[-1]}.")
-    if a.tokens is not None and b.tokens is not None and not torch.equal(a.tokens, b.tokens):
+    if a.ids is not None and b.ids is not None and not torch.equal(a.ids, b.ids):
         fault = "are of other tokens: their ids differ. Are they of another tokenisation?"
-        if torch.equal(a.tokens.sort()[0], b.tokens.sort()[0]):
+        if torch.equal(a.ids.sort()[0], b.ids.sort()[0]):
             fault = "hold the same tokens in another order. Sort the rows of one like those of the other."
         raise InputError(f"{where} {fault}")
     for one, each in product((a, b), (a, b)):
@@ -126,32 +113,6 @@ def _check_alike(a: LaidOut, b: LaidOut) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Rows of one selection: their sets (rows, k), and scores and weights where they are known."""
-
-    sets: Tensor
-    layers: int
-    heads: int
-    scores: Tensor | None
-    weights: Tensor | None
-
-    def weight(self) -> Tensor | None:
-        """Return the weights of the chosen keys: as given, or the softmax of their scores; None if unknown."""
-        if self.weights is not None:
-            return self.weights
-        if self.scores is None:
-            return None
-        chosen = self.scores.gather(1, self.sets.clamp(min=0)).double().masked_fill(self.sets < 0, -torch.inf)
-        return chosen.softmax(1).nan_to_num(0.0)
-
-
-def _rows(laid: LaidOut, sets: Tensor) -> _Rows:
-    """Return the rows, token by token."""
-    scores, weights = (None if each is None else each.flatten(0, 1) for each in (laid.scores, laid.weights))
-    return _Rows(sets.flatten(0, 1), laid.layers, laid.heads, scores, weights)
-
-
 def _weight_of(a: LaidOut, b: LaidOut) -> str:
     for name, each in (("A", a), ("B", b)):
         if each.weights is not None or each.scores is not None:
@@ -159,7 +120,7 @@ def _weight_of(a: LaidOut, b: LaidOut) -> str:
     return ""
 
 
-def _table(a: _Rows, b: _Rows, kind: NumberFormat) -> pd.DataFrame:
+def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
     """Return the table of :class:`ComparedSelections`."""
     overlap, displacement = overlaps(a.sets, b.sets)
     number, each = len(overlap), a.layers * a.heads
@@ -167,11 +128,10 @@ def _table(a: _Rows, b: _Rows, kind: NumberFormat) -> pd.DataFrame:
     differs = overlap < 1
     grade = np.where(differs.numpy(), UNEXPLAINED, SAME).astype(object)
     grade[differs.numpy()] = _explained(a, b, differs, kind)
-    weight = a.weight()
-    pair, weight = (a, b) if weight is not None else (b, a), weight if weight is not None else b.weight()
+    one, other = (b, a) if a.weight is None else (a, b)
     lost = torch.full((number,), torch.nan, dtype=torch.float64)
-    if weight is not None:
-        lost = weight_lost(pair[0].sets, pair[1].sets, weight)
+    if one.weight is not None:
+        lost = weight_lost(one.sets, other.sets, one.weight)
     return pd.DataFrame(
         {
             "token": np.arange(number) // each,
@@ -185,7 +145,7 @@ def _table(a: _Rows, b: _Rows, kind: NumberFormat) -> pd.DataFrame:
     )
 
 
-def _explained(a: _Rows, b: _Rows, differs: Tensor, kind: NumberFormat) -> np.ndarray:
+def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> np.ndarray:
     """Return the class of each row that differs."""
     at = differs.nonzero().squeeze(1)
     known = [each.scores[at] for each in (a, b) if each.scores is not None]
@@ -205,7 +165,7 @@ def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -
     return ~faulty[grade.long()]
 
 
-def _by_own_scores(a: _Rows, b: _Rows, bug: Tensor, kind: NumberFormat) -> int | None:
+def _by_own_scores(a: LaidOut, b: LaidOut, bug: Tensor, kind: NumberFormat) -> int | None:
     """Return in how many rows of class bug each engine chose the top-k of its own scores."""
     if a.scores is None or b.scores is None:
         return None

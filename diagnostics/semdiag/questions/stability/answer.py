@@ -201,14 +201,17 @@ def answer(findings: Findings) -> Answer:
         results[model] = json_ready(described | {"verdicts": verdicts_of(judged, model)})
         shown += _shown(title(findings, model), results[model])
         shown += [verdict_line(f) for f in judged if f.subject == model]
-    by_place = with_facts(findings, all_by_name(findings(stability_table)))
+    tables = {"stability": with_facts(findings, all_by_name(findings(stability_table)))}
+    tables["stability_verdicts"] = verdict_table(judged)
+    if len(gains := findings.measurements.gains):
+        medians = gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median()
+        tables["gains"] = medians.reset_index()
     return Answer(
         stability_glance(findings),
         stability_in_short(findings),
         [*stability_sentences(findings), *gain_sentences(findings)],
         judged,
-        tables={"stability": by_place, "stability_verdicts": verdict_table(judged)}
-        | ({} if findings.measurements.gains.empty else {"gains": gain_table(findings)}),
+        tables=tables,
         results=results,
         shown=shown,
     )
@@ -263,20 +266,15 @@ def stability_glance(findings: Findings) -> Glance:
     outcome = Outcome.DOES_NOT if paper["violated"] else Outcome.OPEN if mostly_vacuous else Outcome.MEASURED
     return Glance(
         outcome, f"{paper['violated']:,} of {paper['rows']:,}",
-        f"measured pairs of rows exceed the paper's bound ξ{_of_fixed(paper)} (for {paper['vacuous']:,} it is "
+        f"measured pairs of rows exceed the paper's bound ξ{paper['fixed']} (for {paper['vacuous']:,} it is "
         f"too loose to test), {pair['violated']:,} exceed the sound one of the pair (too loose for "
         f"{pair['vacuous']:,})",
         claim=True,
     )  # fmt: skip
 
 
-def _of_fixed(paper: dict[str, int]) -> str:
-    """Return a remark if every pair that exceeds the bound belongs to a mask that ignores the scores."""
-    return ", all of fixed masks" if 0 < paper["violated"] == paper["fixed"] else ""
-
-
-def exceeding_pairs(findings: Findings) -> dict[str, dict[str, int]]:
-    """Return counts of pairs of rows by form of ξ: judged, exceeding, vacuous, exceeding ones of fixed masks."""
+def exceeding_pairs(findings: Findings) -> dict[str, dict[str, Any]]:
+    """Return counts of pairs of rows by form of ξ, and words if all that exceed it are of fixed masks."""
     models = findings.measurements.models
     fixed = set(models[models["attention"].isin(FIXED_MASKS) & ~models["attention"].isin(DENSE)]["model"])
     exceeding = {}
@@ -285,22 +283,18 @@ def exceeding_pairs(findings: Findings) -> dict[str, dict[str, int]]:
         if judged:
             counts = {n: int(sum(f.numbers[n] for f in judged)) for n in ("violated", "vacuous", "holds")}
             of_fixed = int(sum(f.numbers["violated"] for f in judged if f.subject in fixed))
-            exceeding[form] = {**counts, "rows": sum(counts.values()), "fixed": of_fixed}
+            words = ", all of fixed masks" if 0 < counts["violated"] == of_fixed else ""
+            exceeding[form] = {**counts, "rows": sum(counts.values()), "fixed": words}
     return exceeding
 
 
 def stability_in_short(findings: Findings) -> list[str]:
     """Return how often each form of ξ was exceeded, all models together."""
-    exceeded = findings(exceeding_pairs)
-    parts = []
     names = {OF_PAIR: "the sound ξ of the pair", "sound": "the sound ξ", "paper": "the paper's ξ"}
-    for form, name in names.items():
-        counts = exceeded.get(form)
-        if counts is None:
-            continue
-        fixed = ", all of fixed masks" if counts["violated"] and counts["violated"] == counts["fixed"] else ""
+    parts = []
+    for form, counts in findings(exceeding_pairs).items():
         loose = f" (too loose to test for {counts['vacuous']:,})" if counts["vacuous"] else ""
-        parts.append(f"{counts['violated']:,} of {counts['rows']:,} exceed {name}{fixed}{loose}")
+        parts.append(f"{counts['violated']:,} of {counts['rows']:,} exceed {names[form]}{counts['fixed']}{loose}")
     return [f"Softmax stability, measured pairs of rows: {'; '.join(parts)}."] if parts else []
 
 
@@ -309,42 +303,10 @@ def stability_sentences(findings: Findings) -> list[str]:
     sentences = []
     for model, label in model_labels(findings.measurements.models).items():
         judged = [f for f in findings(stability_findings) if f.subject == model]
-        parts = [part for f in judged for part in (_softmax(f),) if part]
-        if parts:
-            sentences.append(f"{label}: {' '.join(parts)}")
+        sentences += [f"{label}: {' '.join(f'{verdict_line(f)}.' for f in judged)}"] if judged else []
     samples = findings.measurements.secants.groupby("model")["sample"].nunique().min()
     sentences += [_response(row, int(samples)) for row in findings(response_table).to_dict("records")]
     return sentences or ["Nothing was perturbed: nothing is known of the stability of these models' attention."]
-
-
-def _softmax(finding: Finding) -> str:
-    """Return a sentence on one form of ξ on one model's pairs of rows."""
-    n = finding.numbers
-    if finding.claim == UNKNOWN:
-        return f"{finding.note[:1].upper()}{finding.note[1:]}."
-    if finding.claim == LOCAL and finding.verdict is not Verdict.VIOLATED:
-        return ""
-    names = {"sound": "the sound ξ", "paper": "the paper's ξ", "sound, row form": "the sound row constant"}
-    names[OF_PAIR] = "the sound ξ of the pair"
-    name = "the local constant's bound ξ*" if finding.claim == LOCAL else names[finding.form]
-    rows = int(n["holds"] + n["violated"] + n["vacuous"])
-    unmet = f", {int(n['not_met']):,} more do not meet its assumptions" if n["not_met"] else ""
-    highest = f"largest measured/bound {n['largest measured over bound']:.4g}"
-    if finding.verdict is Verdict.VIOLATED:
-        fault = (
-            "which contradicts the paper (read as an ℓ1 constant)"
-            if finding.form == "paper"
-            else "which is an error of semdiag"
-        )
-        start = f"{name} is exceeded by {int(n['violated']):,} of {rows:,} measured pairs of rows"
-        return f"{start[0].upper()}{start[1:]} ({highest}{unmet}), {fault}."
-    if not rows:
-        return f"{name[0].upper()}{name[1:]} applies to no measured pair of rows: {finding.note}."
-    tail = f"; for {int(n['vacuous']):,} it is no less than the trivial ½" if n["vacuous"] else ""
-    if n.get("below the sound form"):
-        tail += f"; for {int(n['below the sound form']):,} it lies below the sound form and promises too much"
-    start = f"{name[0].upper()}{name[1:]} is not exceeded on {rows:,} measured pairs of rows"
-    return f"{start} ({highest}{unmet}){tail}."
 
 
 def _response(row: Mapping[Any, Any], samples: int) -> str:
@@ -360,12 +322,6 @@ def _response(row: Mapping[Any, Any], samples: int) -> str:
     if more:
         return f"{start} moves this model's attention {more} than its counterpart's ({means})."
     return f"{start} does not tell whether this model's attention moves more than its counterpart's ({means})."
-
-
-def gain_table(findings: Findings) -> pd.DataFrame:
-    """Return the median gains over samples of each layer and head."""
-    gains = findings.measurements.gains
-    return gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median().reset_index()
 
 
 def gain_sentences(findings: Findings) -> list[str]:

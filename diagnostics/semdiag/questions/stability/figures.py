@@ -1,6 +1,7 @@
 """Figures: ξ against the dispersion, and what was measured below it."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,14 +12,10 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import FIXED_MASKS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measuring.findings.findings import Findings, records
-from semdiag.measuring.words import counted
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.words import counted, percent
 from semdiag.presenting.answer import Heading
-from semdiag.presenting.drawing.panels import (
-    NothingToDrawError,
-    noise_facts,
-    short_labels,
-)
+from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     DENSE_STYLES,
@@ -45,13 +42,11 @@ _SHADE = "#f6dcc3"
 
 
 @drawing(
-    "Constant ξ of a softmax row against its dispersion δ for a small, a middle and a large number "
-    "of keys, logarithmic axes, in the paper's form and the sound one, with measured secants of "
-    "full attention and fixed masks: {shown}.",
-    "Every point, a measured change of attention over the change of its scores, must lie below the "
-    "solid curve, the smallest constant that holds for all rows of that δ. Where the paper's dashed "
-    "curve lies below it (shaded) it is not an upper bound, even if no point exceeds it; points that "
-    "do are ringed. Further right it grows without limit, while the sound constant stays at ½.",
+    "Constant ξ of a softmax row against its dispersion δ for few, some and many keys, logarithmic axes, in the "
+    "paper's form and the sound one, with measured secants of full attention and fixed masks: {shown}.",
+    "Every point, a measured change of attention over the change of its scores, must lie below the solid curve, "
+    "the smallest constant that holds for all rows of that δ. Where the paper's dashed curve lies below it "
+    "(shaded) it is no upper bound; points above it are ringed.",
 )
 def stability_curves(findings: Findings) -> Figure:
     """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants."""
@@ -65,16 +60,25 @@ def stability_curves(findings: Findings) -> Figure:
         _draw_points(ax, keys, rows[rows["kept"] == keys])
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
     found = rows[rows["above"]].groupby(["model", "layer"], sort=False).size().nlargest(_NAMED)
-    above = [
-        f"{labels[r['model']]}, layer {r['layer']} ({r['rows']})" for r in records(found.reset_index(name="rows"))
-    ]
+    places: list[Any] = found.index.tolist()
+    above = [f"{labels[model]}, layer {layer} ({found[model, layer]})" for model, layer in places]
     return finished(
         figure,
-        f"{noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
+        f"{_noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
         "paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
         "it says nothing. Rows of top-k masks are not shown: their ξ depends on Δ as well."
         + (f"\nAbove the paper's form, most first: {'; '.join(above)}." if above else ""),
     )
+
+
+def _noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
+    """Return in words the noise level, samples and draws behind some secants."""
+    levels = ", ".join(percent(level, "g") for level in sorted(secants["level"].unique()))
+    samples = int(secants.groupby("model")["sample"].nunique().max())
+    seed = findings.measurements.provenance.get("seed")
+    drawn = "" if seed is None else f" (seed {seed})"
+    count = f"{counted(samples, 'sample')} per model"
+    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"
 
 
 def _lengths(rows: pd.DataFrame) -> list[int]:
@@ -152,13 +156,12 @@ HEADINGS = (
         "Is the stability bound respected?",
         (stability_curves,),
         (
-            "A constant bounds the worst pair of rows; the response is an average under one kind of noise (level, "
-            "samples and draws stand in the captions). A small δ can lower the first and leave the second "
-            "high.",
-            "ξ bounds the attention weights by the change of the scores. How much noise at the input changes the "
-            "scores depends on the earlier layers and on Γ, which ξ does not contain.",
-            "The heavy-hitter form takes δ as the larger and Δ as the smaller of both rows; rows with Δ ≤ 0 do"
-            " not meet its assumptions and are counted, not judged.",
+            "A constant bounds the worst pair of rows; the response is an average under one kind of noise. A "
+            "small δ can lower the first and leave the second high.",
+            "ξ bounds the attention weights by the change of the scores, not by noise at the input: earlier "
+            "layers and Γ decide that.",
+            "The heavy-hitter form takes the larger δ and the smaller Δ of both rows. Rows with Δ ≤ 0 are "
+            "counted, not judged.",
         ),
     ),
 )

@@ -46,19 +46,18 @@ GAINS = Table(
 def measure_gains(
     loaded: LoadedModel,
     batches: Iterable[Batch],
+    note: Callable[[str, str, str], None] = lambda name, why, where: None,
     *,
-    samples: int = SAMPLES,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    note: Callable[[str, str, str], None] = lambda name, why, where: None,
     remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> pd.DataFrame:
     """Measure the gains of every head on the first samples; of long samples on fewer, and on fewer queries."""
-    batches = list(first_samples(batches, samples))
+    batches = list(first_samples(batches, SAMPLES))
     length, keys = longest_call(loaded, batches, device, torch.float64)
     queries = max(QUERIES // 8, min(QUERIES, _PAIRS // keys))
     if length > queries:
-        batches = list(first_samples(batches, samples if keys <= _LONG else _FEWEST))
+        batches = list(first_samples(batches, SAMPLES if keys <= _LONG else _FEWEST))
         taken = counted(sum(map(samples_of, batches)), "sample")
         remark(f"gains: {taken}, and at most {queries} evenly spaced queries of each", "gains-thinned")
     generator = torch.Generator().manual_seed(seed)
@@ -79,11 +78,8 @@ def measure_gains(
             run(batch)
             done = max((int(part["sample"]) + 1 for part in parts), default=done)
     if numbers:
-        note(
-            "gains",
-            "scores of its attention are not products of queries and keys alone",
-            ", ".join(sorted(numbers)),
-        )
+        why = "scores of its attention are not products of queries and keys alone"
+        note("gains", why, ", ".join(sorted(numbers)))
     return GAINS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
 
 

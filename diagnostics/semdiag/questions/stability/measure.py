@@ -222,7 +222,7 @@ def external_secants(
                 copies += level * token_size(copies) * drawn
 
             for batch in few:
-                for part in _small(batch, at_once):
+                for part in small_parts(batch, at_once):
                     collected.samples = size = samples_of(part)
                     copies = moved(repeated(part, 2), run.device, run.dtype)
                     with noisy_embeddings(run.module, copies, size, add_noise):
@@ -236,7 +236,7 @@ def external_secants(
     return secants[~secants["layer"].isin(reach.left_out(PROBE.name, note))].reset_index(drop=True)
 
 
-def _small(batch: Batch, at_once: int) -> list[Batch]:
+def small_parts(batch: Batch, at_once: int) -> list[Batch]:
     """Return a batch in parts of ``at_once`` samples; a tuple of arguments is not split."""
     return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
 
@@ -307,20 +307,15 @@ def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> lis
 
 
 def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
-    how: dict[str, Any] = {"levels": plan.levels, "seed": subject.seed, "device": subject.device}
-    how |= {"min_keys": prepared or 1}
-    drawn: dict[str, Any] = {"seed": subject.seed, "device": subject.device}
+    loaded, drawn = subject.model, dict[str, Any](seed=subject.seed, device=subject.device)
+    how: dict[str, Any] = {"levels": plan.levels, "min_keys": prepared or 1, **drawn}
     said: dict[str, Any] = {"note": subject.note, "remark": subject.remark}
-    gains = measure_gains(subject.model, subject.batches, **drawn, **said)
-    if subject.model.external:
-        secants = external_secants(subject.model, subject.batches, **said, **how)
+    if loaded.external:
+        secants = external_secants(loaded, subject.batches, **said, **how)
     else:
-        secants = measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)
+        secants = measure_secants(loaded.encoder, subject.tokens, model=loaded.path, **how)
+    gains = measure_gains(loaded, subject.batches, **said, **drawn)
     return {"secants": secants, "gains": gains}
-
-
-def _provenance(plan: SecantsPlan, samples: int, few: int) -> dict[str, Any]:
-    return {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)}
 
 
 PROBE = Probe(
@@ -329,6 +324,6 @@ PROBE = Probe(
     (SECANTS, GAINS),
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
-    provenance=_provenance,
+    provenance=lambda plan, samples, few: {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)},
     reported=lambda options: SecantsPlan(options.noise),
 )

@@ -10,9 +10,9 @@ import torch
 from semdiag.mathematics.mask_stability import kept_in_common, top_set
 from semdiag.mathematics.rounding import (
     FORMATS,
+    _rounding_error,
     rounded,
     rounded_scores,
-    rounding_error,
     score_error,
     survives_rounding,
 )
@@ -67,7 +67,7 @@ def test_rounding_is_torchs_cast_and_stays_within_its_bound(name):
     inside = values.abs() <= kind.largest
     assert torch.equal(found[inside], values[inside].to(getattr(torch, name)).double())
     assert (found[~inside].abs() == kind.largest).all()
-    assert ((found - values.double()).abs() <= rounding_error(values.abs(), kind)).all()
+    assert ((found - values.double()).abs() <= _rounding_error(values.abs(), kind)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,11 +77,11 @@ def test_the_error_of_one_rounding_is_attained_and_never_falls(name):
     smallest = 2.0**kind.exponent
     ties = [1 + half, 2 - half, half * smallest, 3 * half * smallest, 2 * kind.largest]
     ties = torch.tensor(ties, dtype=torch.float64)
-    assert torch.equal((rounded(ties, kind) - ties).abs(), rounding_error(ties, kind))
-    assert rounding_error(torch.zeros(1), kind).item() == 0
+    assert torch.equal((rounded(ties, kind) - ties).abs(), _rounding_error(ties, kind))
+    assert _rounding_error(torch.zeros(1), kind).item() == 0
     powers = 2.0 ** torch.arange(-160, 127, dtype=torch.float64)
     sizes = torch.cat([powers * (1 + near) for near in (-(2.0**-40), 0, 2.0**-40)])
-    assert (rounding_error(sizes.sort().values, kind).diff() >= 0).all()
+    assert (_rounding_error(sizes.sort().values, kind).diff() >= 0).all()
 
 
 @pytest.mark.parametrize("which", KINDS)

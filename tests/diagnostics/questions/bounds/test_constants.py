@@ -16,6 +16,7 @@ from semdiag.measuring.encoders.network_constants import network_forms
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import named_tensors
 from semdiag.measuring.table import column_types
+from semdiag.questions.bounds import measure
 from semdiag.questions.bounds.answer import SCOPE
 from semdiag.questions.bounds.measure import CONSTANTS, PARAMETERS, measure_constants
 
@@ -286,9 +287,10 @@ def test_samples_of_nothing_but_padding_are_left_out(wild_encoder, padded_tokens
         pd.testing.assert_frame_equal(found, expected)
 
 
-def test_only_so_many_samples_are_used(wild_encoder, padded_tokens):
+def test_only_so_many_samples_are_used(wild_encoder, padded_tokens, monkeypatch):
     encoder, (tokens, labels) = wild_encoder("full"), padded_tokens
-    few, _ = measure_constants(encoder, tokens, labels, samples=2)
+    monkeypatch.setattr(measure, "SAMPLES", 2)
+    few, _ = measure_constants(encoder, tokens, labels)
     pd.testing.assert_frame_equal(few, measure_constants(encoder, tokens[:2], labels[:2])[0])
 
 

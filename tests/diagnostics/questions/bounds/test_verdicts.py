@@ -19,7 +19,7 @@ from semdiag.measuring.findings.findings import (
     pairs_against,
 )
 from semdiag.questions import registry
-from semdiag.questions.bounds.answer import bounds_sentences, parameter_findings
+from semdiag.questions.bounds.answer import parameter_findings
 from semdiag.questions.bounds.corollary import corollary_findings, pair_percentiles
 from semdiag.questions.bounds.measure import CONSTANTS, PARAMETERS
 from semdiag.questions.stability.answer import OF_PAIR, stability_findings
@@ -353,8 +353,8 @@ def test_pairs_with_the_same_label_are_told_apart(made_up):
     (small, large) = findings(compared_pairs)
     assert (small.label, large.label) == tuple(f"even-pairs, topk-2, seed 1, mask {width}" for width in (16, 32))
     for label in (small.label, large.label):
-        (said,) = (said for said in bounds_sentences(findings) if said.startswith(f"{label}:"))
-        assert said.count("A better guarantee of the mask in the parameters (W), paper form") == 1
-        assert said.split("paper form")[1].count("p75") == 1
+        (judged,) = (pair for pair in findings(compared_pairs) if pair.label == label)
+        of_w = [f for f in findings(corollary_findings, judged) if (f.form, f.where) == ("paper", "p75")]
+        assert len(of_w) == 2  # W and X
     summary = registry.QUESTIONS["bounds"].json(findings)["pairs"]
     assert [len(pair["verdicts"]) for pair in summary] == [16, 16]

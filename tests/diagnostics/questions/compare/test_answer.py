@@ -13,10 +13,10 @@ from semdiag.questions import registry
 from semdiag.questions.compare.answer import (
     answer_table,
     change_table,
+    compare_map,
     comparison_sentences,
     head_ranking,
 )
-from semdiag.questions.compare.figures import compare_map
 from semdiag.questions.compare.measure import COMPARED, COMPARED_OUTPUTS
 
 SAMPLES = 6

@@ -10,27 +10,29 @@ from torch import nn
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.mathematics.rounding import number_format
 from semdiag.measuring.calls.collector import NotAvailableError
+from semdiag.measuring.calls.running import home_of, unnamed
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.probe import Subject
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
 from semdiag.presenting.answer import show
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
 from semdiag.questions.mask_precision.answer import (
+    masks_in_formats,
     precision_glance,
     precision_in_short,
     precision_of,
     precision_sentences,
     precision_table,
 )
-from semdiag.questions.mask_precision.figures import masks_in_formats
 from semdiag.questions.mask_precision.measure import (
     LOST_WEIGHTS,
+    PROBE,
     ROUNDED_MASKS,
     PrecisionPlan,
-    mask_precision,
     rounded_rows,
 )
 from semdiag.questions.mask_stability.answer import mask_words
@@ -42,6 +44,16 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 FORMATS = ("bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 NAMES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def mask_precision(model, inputs, plan=None, batch_size=100, min_keys=1):
+    loaded = unnamed(model)
+    device, dtype = home_of(loaded.module)
+    subject = Subject(loaded, [inputs], None, 0, batch_size, device, dtype)
+    tables = PROBE.measure(subject, plan or PrecisionPlan(), min_keys)
+    return tables["rounded_masks"], tables["lost_weights"]
+
+
 COUNTS = ["queries", "not_covered", "changed", "tied", "changed_or_tied", "certified", "certified_changed"]
 
 

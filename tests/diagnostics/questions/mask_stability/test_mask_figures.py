@@ -220,7 +220,8 @@ def test_tables_and_sections(pair, probed, tmp_path):
     )
     assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
     assert tables["k_sweep"]["swept_k"].max() == 6
-    page, _ = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
+    both = ["mask-stability", "k-sweep"]
+    page, _ = write_report(Findings(found), tmp_path / "report", "x", (), keep_queries=True, sections=both)
     text = page.read_text(encoding="utf-8")
     assert "Do masks survive noise?" in text
     assert "What would sparse attention cost this model?" in text

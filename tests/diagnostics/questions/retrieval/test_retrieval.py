@@ -13,8 +13,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import Inputs, survey
 from semdiag.presenting.answer import Outcome
 from semdiag.questions import retrieval as question
-from semdiag.questions.retrieval.answer import answer, retrieval_table
-from semdiag.questions.retrieval.figures import retrieval_by_distance
+from semdiag.questions.retrieval.answer import answer, retrieval_by_distance, retrieval_table
 from semdiag.questions.retrieval.measure import Maker, first_text
 from semdiag_models import InputError
 
