@@ -184,7 +184,7 @@ def heads_map(findings: Findings) -> Figure:
         if above:
             for edge, model in zip(edges, models, strict=False):
                 ax.axhspan(edge - 0.5, edge + 0.5, color="white", linewidth=0)
-                ax.text(-0.5, edge, labels[model], fontsize=8.5, va="center")
+                ax.text(-0.5, edge, labels[model], fontsize=9, va="center")
         elif place % 2 == 0:
             ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, [labels[model] for model in models], fontsize=9)
     means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""
