@@ -161,6 +161,9 @@ def heads_map(findings: Findings) -> Figure:
     heads = [sorted(table.loc[table["model"] == model, "head"].unique()) for model in models]
     layers = sorted(table["layer"].unique())
     above = int(len(models) > 1 and page_width() < 5)  # on a telephone a model's name stands above its rows
+    short = {model: labels[model].partition(" (")[0] for model in models}
+    if above and len(set(short.values())) == len(models):
+        labels = short  # k is in the tables
     rows = [head for numbers in heads for head in numbers]
     figure, axes = panel_grid(
         len(shown),
@@ -184,7 +187,7 @@ def heads_map(findings: Findings) -> Figure:
         if above:
             for edge, model in zip(edges, models, strict=False):
                 ax.axhspan(edge - 0.5, edge + 0.5, color="white", linewidth=0)
-                ax.text(-0.5, edge, labels[model], fontsize=9, va="center")
+                ax.text(-0.5, edge, labels[model], fontsize=9, va="center", in_layout=False)
         elif place % 2 == 0:
             ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, [labels[model] for model in models], fontsize=9)
     means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""
