@@ -1,4 +1,4 @@
-"""A compact trainer for encoders with full, banded, block-local, top-k and other sparse attention."""
+"""A compact trainer for encoders with full, banded, local-block, top-k and other sparse attention."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -169,7 +169,7 @@ _METRICS = (
     ("Lipschitz estimates", "secants, gradients, block Jacobians, from below", "semdiag lipschitz"),
     ("loss surface", "loss and accuracy, or δ and Δ, on planes of parameters", "semdiag landscape"),
     ("Lipschitz bounds λ", "of attention, block, tensor and loss; Corollary 1", "semdiag bounds"),
-    ("attention weight kept", "weight of a query's k largest scores, for every k", "semdiag k-sweep"),
+    ("weight kept", "weight of a query's k largest scores, for every k", "semdiag k-sweep"),
 )
 
 _SPLITS = ("train", "holdout")

@@ -103,7 +103,7 @@ _MARKERS = "sPXv<>*h"
 
 
 @drawing(
-    "Within full-attention models: share of the attention weight on the k largest scores, per layer: {shown}.",
+    "Within full-attention models: the weight kept on the k largest scores, per layer: {shown}.",
     "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to k keys and "
     "would hardly notice the mask; where the boxes are low, the mask would throw away what the model uses.",
 )
@@ -133,7 +133,7 @@ def weight_kept(findings: Findings) -> Figure:
         boxes = [(f"the {k} largest", styles[k], tables[k][s.model]) for s in panel.series for k in tables]
         layer_boxes(ax, boxes, "p0")
         ax.set_title(panel.title)
-    axes[0].set_ylabel("share of the attention weight")
+    axes[0].set_ylabel("weight kept")
     return finished(
         figure,
         f"Within each model; {READING}; marker: minimum. The rest is what dropping all other keys throws away",

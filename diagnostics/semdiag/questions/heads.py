@@ -138,7 +138,7 @@ _OLDER = {"largest_weight": "largest weight of a query"}
 
 @drawing(
     "Coloured cells, layers by heads: median dispersion in nats, entropy of the attention weights, "
-    "weight on the first key, weight on the k largest scores: {shown}.",
+    "weight on the first key, weight kept by the k largest scores: {shown}.",
     "Look for a head unlike its neighbours. A large δ with a small entropy means a head that picks single keys; "
     "an entropy near the logarithm of the number of keys means one that averages. Much weight on the first key "
     "may be a sink, where queries put weight that they have no use for, or a token that the task needs.",
@@ -153,7 +153,7 @@ def heads_map(findings: Findings) -> Figure:
         "dispersion": "dispersion δ (nats)",
         **({"entropy": "entropy of the weights (nats)"} if "entropy" in table else {}),
         **({"first_weight": "weight on the first key"} if "first_weight" in table else _OLDER),
-        "weight_kept": f"weight on the {k} largest scores",
+        "weight_kept": f"weight kept by the {k} largest scores",
     }
     shown = [name for name in titles if name in table and table[name].notna().any()]
     labels = short_labels(findings.measurements.models)
@@ -161,6 +161,9 @@ def heads_map(findings: Findings) -> Figure:
     heads = [sorted(table.loc[table["model"] == model, "head"].unique()) for model in models]
     layers = sorted(table["layer"].unique())
     above = int(len(models) > 1 and page_width() < 5)  # on a telephone a model's name stands above its rows
+    short = {model: labels[model].partition(" (")[0] for model in models}
+    if above and len(set(short.values())) == len(models):
+        labels = short  # k is in the tables
     rows = [head for numbers in heads for head in numbers]
     figure, axes = panel_grid(
         len(shown),
@@ -184,7 +187,7 @@ def heads_map(findings: Findings) -> Figure:
         if above:
             for edge, model in zip(edges, models, strict=False):
                 ax.axhspan(edge - 0.5, edge + 0.5, color="white", linewidth=0)
-                ax.text(-0.5, edge, labels[model], fontsize=8.5, va="center")
+                ax.text(-0.5, edge, labels[model], fontsize=9, va="center", in_layout=False)
         elif place % 2 == 0:
             ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, [labels[model] for model in models], fontsize=9)
     means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""

@@ -13,7 +13,7 @@ from semdiag.measuring.findings.findings import Findings, find_pairs
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
-from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER, save_figure
+from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER, save_figure, stacked
 from semdiag.questions import registry
 from semdiag.questions.dispersion.answer import layer_ratios
 from semdiag_models import ATTENTIONS, InputError
@@ -308,6 +308,17 @@ def test_many_queries_do_not_make_a_large_file(model, theory, tmp_path):
 def test_an_unknown_format_is_refused(tmp_path):
     with pytest.raises(InputError, match="png, svg, pdf"):
         save_figure(Figure(), tmp_path / "x", ["gif"])
+
+
+@pytest.mark.parametrize("name", ["heads_map", "corollary_conditions"])
+def test_text_is_legible_on_a_telephone(name, four, theory):
+    with stacked():
+        figure = registry.figures()[name](Findings(theory(four)))
+    assert figure.get_figwidth() < 4
+    texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text() and text.get_visible()]
+    assert min(text.get_fontsize() for text in texts) >= 9  # points: 12 pixels
+    if name == "heads_map":
+        assert "local blocks" in [text.get_text() for text in shown(figure)[0].texts]
 
 
 def test_pdf_text_stays_text():

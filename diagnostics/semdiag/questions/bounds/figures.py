@@ -105,7 +105,7 @@ HEADINGS = (
             _HEURISTIC,
             "The sound comparison in W never favours a heavy-hitter mask: the worst-case constant of full "
             "attention does not depend on its δ. Faster learning of a top-k model cannot follow from it.",
-            "Fixed masks (banded, block-local, random) are a control: their constants differ from those of full "
+            "Fixed masks (banded, local blocks, random) are a control: their constants differ from those of full "
             "attention only in δ, k and load, and ignore what the tokens mean. The paper's numbers are those "
             "it prints, k = 5.",
         ),
