@@ -14,6 +14,9 @@ from semdiag_models import ATTENTIONS, AttentionKind
 if TYPE_CHECKING:
     import pandas as pd
 
+Args = tuple[Any, ...]  # of any function
+Kwargs = dict[str, Any]
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:

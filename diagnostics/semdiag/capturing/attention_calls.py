@@ -112,12 +112,10 @@ def watch_attention(
     In an unchanged encoder of semdiag_models, only the attention cores are watched, and in an unchanged model of
     transformers whose source names no other attention, only the library's interface. In any other model, every
     softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and is not
-    captured; or the audit counts it, because it is no attention. The audit also lists products that meet values
-    without a softmax.
-    Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
-    or task it was opened in, and in those that have no watch of their own. A watch with a mask masks what all
-    others see, whichever was opened first. A context that is left in another thread than the one it was opened in
-    warns: its modes stay on the first thread, idle, until a watch opens there again.
+    captured; or counts it, because it is no attention. It also lists products that meet values without a softmax.
+    Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in its own
+    thread or task, and in those without a watch of their own. A watch with a mask masks what all others see. A
+    context that is left in another thread warns: its modes stay, idle, until a watch opens there again.
 
     Args:
         model: any module. Only what runs inside it is seen.

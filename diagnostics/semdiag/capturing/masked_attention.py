@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products
+from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products, told
 from semdiag.capturing.kept_keys import Choice, heaviest
 from semdiag.capturing.recording import Inputs, Mixed, outside_all_modes, without_modes
 from semdiag.capturing.tile_choices import Table
@@ -151,9 +151,11 @@ def _weights(choice: Choice, strip: Strip) -> tuple[Strip, Tensor, Tensor]:
     """Return a strip's weights, zero outside of the kept keys, and the numbers of these; the strip may widen."""
     scores, allowed = choice.scores(strip), choice.allowed(strip)
     kept, number = choice.kept(strip, scores, allowed)
-    some = bool(number.all())
-    if strip.banded and not some:  # a query without any near key keeps all
+    # A query whose own key is hidden may have no near key: then it keeps all.
+    some = strip.banded and choice.call.allowed is None
+    if strip.banded and not some and not bool(number.all()):
         return _weights(choice, choice.widened(strip))
+    some = some or told(number.all())
     weights = scores.masked_fill_(~kept, -torch.inf).softmax(-1)
     return strip, weights if some else weights.masked_fill_((number == 0)[..., None], 0), number
 

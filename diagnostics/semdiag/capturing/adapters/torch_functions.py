@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing.adapters import fused as flex
 from semdiag.capturing.adapters.fused import flex_call
-from semdiag.capturing.attention_call import AttentionCall, described
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described
 from semdiag.capturing.call_strips import allowed_keys
 from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
@@ -49,7 +49,7 @@ class FunctionWatch(TorchFunctionMode):
         self._special = dict(zip(_SPECIAL, looks, strict=True))
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Run the function, and record its attention."""
         kwargs = kwargs or {}
@@ -97,7 +97,7 @@ class FunctionWatch(TorchFunctionMode):
         self._provenance.close()
         take_off(self)
 
-    def _scaled_dot_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _scaled_dot_product(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given = dict(zip(SDPA, args, strict=False)) | kwargs
         masked: dict[str, Any] | Mixed = {}
         if self.recorder.masking and all(is_plain(given[name]) for name in SDPA[:3]):
@@ -126,7 +126,7 @@ class FunctionWatch(TorchFunctionMode):
             self.recorder.failed(MECHANISM, error)
         return mixed
 
-    def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _multi_head(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
         outer = self.recorder.heads
         self.recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
@@ -136,7 +136,7 @@ class FunctionWatch(TorchFunctionMode):
         finally:
             self.recorder.heads = outer
 
-    def _flex(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _flex(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         with self.recorder.covering():
             output = func(*args, **kwargs)
             try:
