@@ -36,13 +36,8 @@ from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag_models import AttentionCore, Encoder, InputError
 
-_TABLES = (  # those of the hooks come last: by them the numbers are found again after an interrupt
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_hooks",
-)
+# Those of the hooks come last: by them the numbers are found again after an interrupt.
+_TABLES = ("pre_hooks_with_kwargs", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "hooks")
 
 
 class Hook(partial[None]):
@@ -78,7 +73,7 @@ class Hooks:
 
 def take_off_hooks(module: nn.Module | None, *hooks: object) -> None:
     """Remove hooks from a module (None: from all modules), where they are registered."""
-    owner, prefix = (of_all_modules, "_global") if module is None else (module, "")
+    owner, prefix = (of_all_modules, "_global_forward_") if module is None else (module, "_forward_")
     tables = [getattr(owner, prefix + name, None) or {} for name in _TABLES]
     numbers = [n for table in tables for n, hook in table.items() if any(hook is own for own in hooks)]
     for table in tables:

@@ -26,7 +26,8 @@ class Choice:
         heads, length = call.q.shape[1], call.k.shape[2]
         self.rule, self.call = rule, call
         # Kept for their position: those so many places before and behind a query; first keys, (B or 1, Lk) bool.
-        self.near, self.sinks = None, None
+        self.near: tuple[int, int] | None = None
+        self.sinks: Tensor | None = None
         k = rule.k if isinstance(rule, TopK | RandomK) else 1
         self.counts = [k] * heads if isinstance(k, int) else list(k)  # of each head
         if len(self.counts) != heads:
@@ -52,10 +53,26 @@ class Choice:
             reach = call_strips.reach_of(call)
             self._order = call_strips.real_first(reach.real, call) if tiled or self._block > 1 else None
             if isinstance(rule, TopK | RandomK):
-                self.sinks, self.near = _fixed(rule, call, reach)
+                self._fix(rule, reach)
             if isinstance(rule, SkipTiles | TopK) and tiled:
                 self.tiles = Tiles.of(call, reach, rule.query_block, rule.block, self._order is not None)
                 self.tiles.kept = self.tiles.chosen(rule, self)
+
+    def _fix(self, rule: TopK | RandomK, reach: Reach) -> None:
+        """Find the first keys, and how far before and behind a query keys are kept, for their position alone."""
+        call, real = self.call, reach.real
+        if rule.sinks:  # a key that some query sees is not padding
+            whole = call.allowed is None and call.selected is None
+            if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
+                raise _unknown(call, "sinks", "its first keys are hidden, by padding or by a window of its own")
+            self.sinks = real & (real.cumsum(-1) <= rule.sinks)
+        if rule.window:
+            if not (
+                reach.in_step or call_strips.is_square(call)
+            ):  # then query i is not the token at first_query + i
+                raise _unknown(call, "a window", "its queries and keys are different tokens, or follow a cache")
+            half = rule.window // 2 if isinstance(rule, TopK) and rule.centred and reach.later else None
+            self.near = (rule.window - 1,) * 2 if half is None else (half, rule.window - 1 - half)
 
     @property
     def by_position(self) -> bool:
@@ -323,25 +340,6 @@ def all_kept(choice: Choice) -> tuple[Tensor, Tensor] | None:
     some = allowed.any(-1, keepdim=True)
     kept = kept if bool(some.all()) else kept | ~some
     return kept.expand(size), allowed.expand(size)
-
-
-def _fixed(
-    rule: TopK | RandomK, call: AttentionCall, reach: Reach
-) -> tuple[Tensor | None, tuple[int, int] | None]:
-    """Return the first keys, and how far before and behind a query keys are kept, for their position alone."""
-    sinks = near = None
-    if rule.sinks:  # a key that some query sees is not padding
-        real, whole = reach.real, call.allowed is None and call.selected is None
-        if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
-            raise _unknown(call, "sinks", "its first keys are hidden, by padding or by a window of its own")
-        sinks = real & (real.cumsum(-1) <= rule.sinks)
-    if rule.window:
-        if not (reach.in_step or call_strips.is_square(call)):  # then query i is not the token at first_query + i
-            raise _unknown(call, "a window", "its queries and keys are different tokens, or follow a cache")
-        near = (rule.window - 1, rule.window - 1)
-        if isinstance(rule, TopK) and rule.centred and reach.later:
-            near = (rule.window // 2, rule.window - 1 - rule.window // 2)
-    return sinks, near
 
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:

@@ -241,10 +241,8 @@ def row_thresholds(choice: Choice) -> Thresholds:
     if p is None and call.q.is_cuda and kernels.refusal(call.q, None, most) is None:
         free = call.allowed
         if choice.near is not None or choice.sinks is not None:
-            whole = Strip(
-                slice(None), slice(0, call.q.shape[1]), slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
-            )
-            fixed = choice.fixed(whole)
+            heads, queries, keys = (slice(0, n) for n in (*call.q.shape[1:3], call.k.shape[2]))
+            fixed = choice.fixed(Strip(slice(None), heads, queries, keys))
             assert fixed is not None
             free = ~fixed if free is None else free & ~fixed
         scores = Scores(call.q, call.k, call.scale, free, call.bias, None, call.causal, call.first_query)
@@ -342,16 +340,9 @@ def _layout(choice: Choice, table: Table | None) -> _Layout:
     bare = None if cached else torch.cat(bares, 2)
     from torch.nn.attention.flex_attention import BlockMask
 
-    partly, wholly = _listed(torch.cat(some, 2)), _listed(torch.cat(every, 2))
-    blocks = BlockMask.from_kv_blocks(
-        partly[0],
-        partly[1],
-        wholly[0],
-        wholly[1],
-        BLOCK_SIZE=_BLOCK,
-        mask_mod=_mask_mod(choice, bare, table),
-        seq_lengths=(call.q.shape[2], length),
-    )
+    listed, visible = (*_listed(torch.cat(some, 2)), *_listed(torch.cat(every, 2))), _mask_mod(choice, bare, table)
+    sizes: dict[str, Any] = {"BLOCK_SIZE": _BLOCK, "seq_lengths": (call.q.shape[2], length)}
+    blocks = BlockMask.from_kv_blocks(*listed, mask_mod=visible, **sizes)
     found = _Layout(torch.cat(numbers, 2), bare, blocks)
     if cached:
         while len(_LAYOUTS) >= 8:

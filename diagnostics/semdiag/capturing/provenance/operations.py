@@ -470,14 +470,9 @@ class OperationWatch(TorchDispatchMode):
         return call
 
     _LOOKS: ClassVar[dict[str, Callable[..., AttentionCall | None]]] = {
-        "product": _product,
-        "noise": _noise,
-        "softmax": _softmax,
-        "exponential": _exponential,
-        "foreign": _foreign,
-        "suspect": _foreign,
-        "fused": _fused,
-    }
+        "product": _product, "noise": _noise, "softmax": _softmax, "exponential": _exponential,
+        "foreign": _foreign, "suspect": _foreign, "fused": _fused,
+    }  # fmt: skip
 
     def _skip_without_storage(self, name: str, given: Sequence[Tensor]) -> None:
         """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""
