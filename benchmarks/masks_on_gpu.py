@@ -11,6 +11,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import semdiag
-from semdiag import TopK, Window, sparsify
+from semdiag import TopK, TopP, Window, sparsify
 from semdiag.capturing import masked_attention
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice
+from semdiag.capturing.kept_keys import Choice, all_kept
 from semdiag.capturing.rules import Rule
 
 LONGEST = 25  # seconds after which the check begins nothing more: a kind of call takes 10 to 30 to compile
@@ -32,6 +33,8 @@ RULES: tuple[Rule, ...] = (
     TopK(8, sinks=1, window=8),
     TopK([1, 2, 0, 7] * 2, sinks=1),
     TopK(2, block=16),
+    TopP(0.9),
+    TopK(2, block=16, query_block=64),
     TopK(8, shared="layer"),
 )
 
@@ -45,7 +48,15 @@ def dense(call: AttentionCall, rule: Rule, q: Tensor, k: Tensor, v: Tensor, scor
     if call.causal:
         seen = seen & (places <= places[:, None])
     seen = seen if call.allowed is None else seen & call.allowed
-    assert isinstance(rule, TopK)
+    if (
+        not isinstance(rule, TopK) or rule.query_block > 1
+    ):  # the strips' keys, chosen on the CPU from float64 scores
+        exact = replace(call, q=call.q.double().cpu(), k=call.k.double().cpu(), v=call.v.double().cpu())
+        exact = replace(exact, allowed=None if call.allowed is None else call.allowed.cpu())
+        found = all_kept(Choice(rule, exact))
+        kept = seen if found is None else found[0].to(q.device) & seen
+        z = (q @ keys.mT * call.scale).masked_fill(~kept, -torch.inf)
+        return z.softmax(-1).nan_to_num(0) @ values
     fixed = torch.zeros_like(seen)
     if rule.sinks:
         real = seen.any(1).any(1)
@@ -86,11 +97,11 @@ def calls(device: str, dtype: torch.dtype, length: int) -> Iterator[tuple[str, A
 def check(device: str, small: bool) -> list[dict[str, Any]]:
     """Return the largest differences from dense float64: of outputs, and of gradients relative to the largest."""
     length, rows, begun = (70 if small else 700), [], time.perf_counter()
-    strips = [(torch.bfloat16, name, rule) for name in ("causal", "padded") for rule in RULES[4:]]
+    tables = [(torch.bfloat16, name, rule) for name in ("causal", "padded") for rule in RULES[4:]]
     flexible = [(torch.float32, "causal", RULES[1]), (torch.bfloat16, "padded", RULES[2])]
     flexible += [(torch.float32, "causal", RULES[0]), (torch.bfloat16, "causal", RULES[3])]
     others = [(torch.float32, name, rule) for name in ("padded", "whole") for rule in RULES]
-    cases = [*strips, *flexible, *others]
+    cases = [*tables, *flexible, *others]
     for dtype, name, rule in cases:
         if time.perf_counter() - begun > LONGEST:
             print("no time for", dtype, name, rule, flush=True)
@@ -186,6 +197,9 @@ def clock(device: str, small: bool) -> list[dict[str, Any]]:
             "forward": forward,
             "sparsify(Window(64))": lambda: masked(Window(64)),
             "sparsify(TopK(64))": lambda: masked(TopK(64)),
+            "sparsify(TopP(0.9))": lambda: masked(TopP(0.9)),
+            "sparsify(TopK(4, block=16))": lambda: masked(TopK(4, block=16)),
+            "sparsify(TopK(1, block=64, query_block=64))": lambda: masked(TopK(1, block=64, query_block=64)),
         }
         runs |= {"capture(k=16)": captured} if length <= 4096 else {}
         for name, run in runs.items():

@@ -14,6 +14,9 @@ from semdiag_models import ATTENTIONS, AttentionKind
 if TYPE_CHECKING:
     import pandas as pd
 
+Args = tuple[Any, ...]  # of any function
+Kwargs = dict[str, Any]
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
@@ -97,20 +100,12 @@ class AttentionCall:
             place = torch.arange(self.first_query, self.first_query + self.q.shape[2], device=self.k.device)
             past = torch.arange(self.k.shape[2], device=self.k.device) <= place[queries][:, None]
             allowed = past[None, None] if allowed is None else allowed & past
-        return replace(
-            self,
-            q=self.q[:, :, queries][samples],
-            k=self.k[samples],
-            v=self.v[samples],
-            allowed=allowed,
-            queries=None if self.queries is None else self.queries[samples][:, queries],
-            selected=part_of(self.selected, samples, queries),
-            mixed=self.mixed[:, :, queries][samples],
-            bias=part_of(self.bias, samples, queries),
-            fully_masked=part_of(self.fully_masked, samples, queries),
-            causal=False,
-            first_query=0,
-        )
+        parts = {n: part_of(getattr(self, n), samples, queries) for n in ("selected", "bias", "fully_masked")}
+        q, mixed = (x[:, :, queries][samples] for x in (self.q, self.mixed))
+        real = None if self.queries is None else self.queries[samples][:, queries]
+        k, v = self.k[samples], self.v[samples]
+        parts |= {"q": q, "k": k, "v": v, "mixed": mixed, "queries": real, "allowed": allowed}
+        return replace(self, causal=False, first_query=0, **parts)  # type: ignore[arg-type]
 
     def averaged(self) -> Self:
         """Return the call with the keys that real, fully masked queries attend to: see ``fully_masked``."""

@@ -36,13 +36,8 @@ from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag_models import AttentionCore, Encoder, InputError
 
-_TABLES = (  # those of the hooks come last: by them the numbers are found again after an interrupt
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_hooks",
-)
+# Those of the hooks come last: by them the numbers are found again after an interrupt.
+_TABLES = ("pre_hooks_with_kwargs", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "hooks")
 
 
 class Hook(partial[None]):
@@ -78,7 +73,7 @@ class Hooks:
 
 def take_off_hooks(module: nn.Module | None, *hooks: object) -> None:
     """Remove hooks from a module (None: from all modules), where they are registered."""
-    owner, prefix = (of_all_modules, "_global") if module is None else (module, "")
+    owner, prefix = (of_all_modules, "_global_forward_") if module is None else (module, "_forward_")
     tables = [getattr(owner, prefix + name, None) or {} for name in _TABLES]
     numbers = [n for table in tables for n, hook in table.items() if any(hook is own for own in hooks)]
     for table in tables:
@@ -112,12 +107,10 @@ def watch_attention(
     In an unchanged encoder of semdiag_models, only the attention cores are watched, and in an unchanged model of
     transformers whose source names no other attention, only the library's interface. In any other model, every
     softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and is not
-    captured; or the audit counts it, because it is no attention. The audit also lists products that meet values
-    without a softmax.
-    Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
-    or task it was opened in, and in those that have no watch of their own. A watch with a mask masks what all
-    others see, whichever was opened first. A context that is left in another thread than the one it was opened in
-    warns: its modes stay on the first thread, idle, until a watch opens there again.
+    captured; or counts it, because it is no attention. It also lists products that meet values without a softmax.
+    Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in its own
+    thread or task, and in those without a watch of their own. A watch with a mask masks what all others see. A
+    context that is left in another thread warns: its modes stay, idle, until a watch opens there again.
 
     Args:
         model: any module. Only what runs inside it is seen.

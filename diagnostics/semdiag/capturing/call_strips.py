@@ -100,9 +100,14 @@ def counted(kept: Tensor) -> Tensor:
     return kept.view(torch.uint8).sum(-1, dtype=torch.int32)
 
 
+def told(true: Tensor) -> bool:
+    """Return whether a tensor on the CPU is true; False on another device, for which we do not wait."""
+    return true.device.type == "cpu" and bool(true)
+
+
 def hide_(scores: Tensor, free: Tensor) -> Tensor:
     """Set the scores of keys that are not free to -inf, in place; adding -inf takes a fifth of the time."""
-    if bool(scores.sum().isfinite()):
+    if told(scores.sum().isfinite()):
         limit = torch.zeros(free.shape, dtype=scores.dtype, device=scores.device).masked_fill(~free, -torch.inf)
         return scores.add_(limit)
     return scores.masked_fill_(~free, -torch.inf)
@@ -124,7 +129,8 @@ def allowed_keys(part: AttentionCall) -> Tensor:
 def real_first(real: Tensor, call: AttentionCall) -> Tensor | None:
     """Return an order of the keys that puts those before the first key that a query sees (padding) at the end."""
     first = real.int().argmax(-1, keepdim=True)
-    if call.first_query or call.keys_before or not bool(first.any()):
+    unmasked = call.allowed is None and call.selected is None
+    if unmasked or call.first_query or call.keys_before or not bool(first.any()):
         return None
     length = real.shape[-1]
     return (torch.arange(length, device=first.device) + first) % length
@@ -138,6 +144,10 @@ def ordered(rows: Tensor, order: Tensor | None) -> Tensor:
 def largest(values: Tensor, k: Tensor) -> Tensor:
     """Return which values are among the k largest of their row, k by head; the first of equal ones, never -inf."""
     length = values.shape[-1]
+    if values.device.type != "cpu":  # to look for equal values would wait for the device
+        places = values.argsort(dim=-1, descending=True, stable=True)
+        ranked = (torch.arange(length, device=k.device) < k).expand(values.shape)
+        return torch.zeros_like(ranked).scatter_(-1, places, ranked) & (values != -torch.inf)
     kept = ~(values < _bound(values, k.clamp(max=length)))  # NaN counts as the largest
     doubtful = counted(kept) > k[..., 0]  # some of equal values must go
     if bool(doubtful.any()):
@@ -155,14 +165,11 @@ def largest(values: Tensor, k: Tensor) -> Tensor:
 def _bound(values: Tensor, k: Tensor) -> Tensor:
     """Return each row's k-th largest value (…, 1), at least the lowest finite number; +inf where k is 0."""
     length, whole = values.shape[-1], sorted(set(k.flatten().tolist()) - {0})
-    if values.device.type == "cpu":  # NumPy sorts with vector instructions
-        array = values.detach().numpy()
-        if length > _SORTED and len(whole) == 1:
-            ordered = torch.from_numpy(np.partition(array, length - whole[0], -1))
-        else:
-            ordered = torch.from_numpy(np.sort(array, -1))
+    array = values.detach().numpy()  # NumPy sorts with vector instructions
+    if length > _SORTED and len(whole) == 1:
+        ordered = torch.from_numpy(np.partition(array, length - whole[0], -1))
     else:
-        ordered = values.sort(-1).values
+        ordered = torch.from_numpy(np.sort(array, -1))
     places = (length - k).clamp(max=length - 1).expand(*values.shape[:-1], 1)
     bound = ordered.gather(-1, places).clamp(min=torch.finfo(values.dtype).min)
     return bound.masked_fill((k == 0).expand(bound.shape), torch.inf)

@@ -7,29 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semdiag.capturing import call_strips
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import (
-    AT_ONCE_ELSEWHERE,
-    Reach,
-    Strip,
-    allowed_keys,
-    counted,
-    different_key_heads,
-    heads_of,
-    hide_,
-    integers,
-    is_square,
-    joined,
-    key_heads,
-    largest,
-    narrowed,
-    ordered,
-    places_of,
-    products,
-    reach_of,
-    real_first,
-    strip_part,
-)
+from semdiag.capturing.call_strips import Reach, Strip, counted, joined, narrowed, told
 from semdiag.capturing.rules import Keep, RandomK, Rule, SameAs, SkipTiles, TopK, TopP
 from semdiag.capturing.tile_choices import Table, Tiles
 from semdiag.mathematics.block_estimates import block_scores
@@ -46,7 +26,8 @@ class Choice:
         heads, length = call.q.shape[1], call.k.shape[2]
         self.rule, self.call = rule, call
         # Kept for their position: those so many places before and behind a query; first keys, (B or 1, Lk) bool.
-        self.near, self.sinks = None, None
+        self.near: tuple[int, int] | None = None
+        self.sinks: Tensor | None = None
         k = rule.k if isinstance(rule, TopK | RandomK) else 1
         self.counts = [k] * heads if isinstance(k, int) else list(k)  # of each head
         if len(self.counts) != heads:
@@ -57,9 +38,9 @@ class Choice:
         self._order: Tensor | None = None
         self.tiles: Tiles | None = None
         self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
-        self._k = integers(*self.counts, device=call.q.device)[:, None, None]
+        self._k = call_strips.integers(*self.counts, device=call.q.device)[:, None, None]
         grouped = isinstance(rule, TopK) and rule.shared == "group" and not self.whole
-        self.key_heads = different_key_heads(call.k) if grouped else call.k.shape[1]
+        self.key_heads = call_strips.different_key_heads(call.k) if grouped else call.k.shape[1]
         # A choice that later layers use is held as a mask, (B, 1 or H, Lq, Lk) bool.
         self._reused, self.chosen = chosen is not None, chosen
         if self.whole or self._reused:
@@ -69,13 +50,29 @@ class Choice:
             self.chosen = torch.zeros(size, dtype=torch.bool, device=call.q.device)
         tiled = isinstance(rule, SkipTiles) or getattr(rule, "query_block", 1) > 1
         if tiled or (isinstance(rule, TopK | RandomK) and (self._block > 1 or rule.sinks or rule.window)):
-            reach = reach_of(call)
-            self._order = real_first(reach.real, call) if tiled or self._block > 1 else None
+            reach = call_strips.reach_of(call)
+            self._order = call_strips.real_first(reach.real, call) if tiled or self._block > 1 else None
             if isinstance(rule, TopK | RandomK):
-                self.sinks, self.near = _fixed(rule, call, reach)
+                self._fix(rule, reach)
             if isinstance(rule, SkipTiles | TopK) and tiled:
-                self.tiles = Tiles.of(call, reach, rule.query_block, rule.block)
+                self.tiles = Tiles.of(call, reach, rule.query_block, rule.block, self._order is not None)
                 self.tiles.kept = self.tiles.chosen(rule, self)
+
+    def _fix(self, rule: TopK | RandomK, reach: Reach) -> None:
+        """Find the first keys, and how far before and behind a query keys are kept, for their position alone."""
+        call, real = self.call, reach.real
+        if rule.sinks:  # a key that some query sees is not padding
+            whole = call.allowed is None and call.selected is None
+            if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
+                raise _unknown(call, "sinks", "its first keys are hidden, by padding or by a window of its own")
+            self.sinks = real & (real.cumsum(-1) <= rule.sinks)
+        if rule.window:
+            if not (
+                reach.in_step or call_strips.is_square(call)
+            ):  # then query i is not the token at first_query + i
+                raise _unknown(call, "a window", "its queries and keys are different tokens, or follow a cache")
+            half = rule.window // 2 if isinstance(rule, TopK) and rule.centred and reach.later else None
+            self.near = (rule.window - 1,) * 2 if half is None else (half, rule.window - 1 - half)
 
     @property
     def by_position(self) -> bool:
@@ -109,7 +106,7 @@ class Choice:
         for strip in self.strips():
             free, fixed = self.allowed(strip), self.fixed(strip)
             free = free if fixed is None else free & ~fixed
-            own = ordered(self._free(strip, self.scores(strip), free, False), self.order(strip))
+            own = call_strips.ordered(self._free(strip, self.scores(strip), free, False), self.order(strip))
             own = F.pad(own, (0, size[3] * self._block - own.shape[3]))
             kept[strip.samples, strip.heads, strip.queries] = torch.unflatten(own, 3, (-1, self._block)).any(-1)
         places = keys if self._order is None else self._order.argsort(-1)
@@ -120,7 +117,7 @@ class Choice:
         call = self.call
         batch, all_heads, queries, _ = call.q.shape
         length, elsewhere = call.k.shape[2], call.q.device.type != "cpu"
-        most = AT_ONCE_ELSEWHERE if elsewhere else _AT_ONCE
+        most = call_strips.AT_ONCE_ELSEWHERE if elsewhere else _AT_ONCE
         heads = 1 if isinstance(self.rule, RandomK) else all_heads  # draws follow one another, head by head
         banded = banded and self.by_position and self.near is not None and call.selected is None
         together = heads == 1 or getattr(self.rule, "shared", "") == "layer" or (self.by_position and not banded)
@@ -167,9 +164,10 @@ class Choice:
         """Return the keys that queries attend to without the mask, bool, broadcastable to the strip's scores."""
         call, b, r, keys = self.call, strip.samples, strip.queries, strip.keys
         if call.selected is not None:
-            return narrowed(allowed_keys(call.part(b, r)))[:, heads_of(call.selected, strip)]
-        allowed = strip_part(call.allowed, strip)
-        places = places_of(keys, call)
+            heads = call_strips.heads_of(call.selected, strip)
+            return narrowed(call_strips.allowed_keys(call.part(b, r)))[:, heads]
+        allowed = call_strips.strip_part(call.allowed, strip)
+        places = call_strips.places_of(keys, call)
         if call.causal:
             own = torch.arange(r.start, r.stop, device=places.device) + call.first_query
             past = places <= own[:, None]
@@ -182,11 +180,11 @@ class Choice:
         call, b, h, r = self.call, strip.samples, strip.heads, strip.queries
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         q = call.q[b, h, r].to(dtype)
-        k = key_heads(call.k, strip, call).to(dtype)
-        scores = products(q, k.mT, call.scale)
+        k = call_strips.key_heads(call.k, strip, call).to(dtype)
+        scores = call_strips.products(q, k.mT, call.scale)
         if call.softcap is not None:
             scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
-        bias = strip_part(call.bias, strip)
+        bias = call_strips.strip_part(call.bias, strip)
         return scores if bias is None else scores.add_(bias)
 
     def fixed(self, strip: Strip) -> Tensor | None:
@@ -196,7 +194,7 @@ class Choice:
             own = self.sinks if len(self.sinks) == 1 else self.sinks[strip.samples]
             fixed = own[:, strip.keys][:, None, None]
         if self.near is not None:
-            places = places_of(strip.keys, self.call)
+            places = call_strips.places_of(strip.keys, self.call)
             rows = torch.arange(strip.queries.start, strip.queries.stop, device=places.device)
             back = (rows + self.call.first_query)[:, None] - places
             near = ((back <= self.near[0]) & (back >= -self.near[1]))[None, None]
@@ -206,9 +204,10 @@ class Choice:
     def kept(self, strip: Strip, scores: Tensor | None, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """Return a strip's kept keys and their number in each row; some ``scores`` of others become -inf."""
         fixed, b, r = self.fixed(strip), strip.samples, strip.queries
-        if self._reused:
-            assert self.chosen is not None
-            kept = allowed & self.chosen[b, heads_of(self.chosen, strip), r, strip.keys].to(allowed.device)
+        chosen = self.chosen
+        h = slice(None) if chosen is None else call_strips.heads_of(chosen, strip)
+        if self._reused and chosen is not None:
+            kept = allowed & chosen[b, h, r, strip.keys].to(allowed.device)
         elif self.by_position:
             assert fixed is not None
             kept = fixed & allowed
@@ -221,11 +220,11 @@ class Choice:
             if fixed is not None:
                 kept = kept | (fixed & allowed)
         number = counted(kept)
-        if not (strip.banded or bool(number.all())):  # a query without any key keeps all
+        if not (strip.banded or told(number.all())):  # a query without any key keeps all
             kept = kept | (allowed & (number == 0)[..., None])
             number = counted(kept)
-        if self.chosen is not None and not self._reused:
-            self.chosen[b, heads_of(self.chosen, strip), r, strip.keys] = kept[:, : self.chosen.shape[1]]
+        if chosen is not None and not self._reused:
+            chosen[b, h, r, strip.keys] = kept[:, : chosen.shape[1]]
         return kept, number
 
     def _free(self, strip: Strip, scores: Tensor | None, free: Tensor, others: bool) -> Tensor:
@@ -233,10 +232,10 @@ class Choice:
         k = self._k[strip.heads]
         if isinstance(self.rule, RandomK):
             drawn = self._priorities(self.rule, strip)[..., strip.keys]
-            return largest(drawn.masked_fill(~free, -torch.inf), k) & free
+            return call_strips.largest(drawn.masked_fill(~free, -torch.inf), k) & free
         assert scores is not None
         assert isinstance(self.rule, TopK | TopP)
-        scores = hide_(scores.clone() if others else scores, free)
+        scores = call_strips.hide_(scores.clone() if others else scores, free)
         if isinstance(self.rule, TopP):
             scores, places = scores.sort(dim=-1, descending=True, stable=True)
             heavy = heaviest(scores, self.rule.p)
@@ -258,10 +257,10 @@ class Choice:
             # A weight that underflows must not become -inf, which means a hidden key.
             smallest = torch.finfo(weights.dtype).tiny
             scores, k = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf), k[:1]
-        kept = largest(block_scores(ordered(scores, order), rule.block, rule.by), k)
+        kept = call_strips.largest(block_scores(call_strips.ordered(scores, order), rule.block, rule.by), k)
         if rule.block > 1:
             back = None if order is None else order.argsort(-1)
-            kept = ordered(kept.repeat_interleave(rule.block, -1)[..., :length], back)
+            kept = call_strips.ordered(kept.repeat_interleave(rule.block, -1)[..., :length], back)
         return kept.repeat_interleave(heads // sets, 1) if rule.shared == "group" else kept
 
     def order(self, strip: Strip) -> Tensor | None:
@@ -335,31 +334,12 @@ def all_kept(choice: Choice) -> tuple[Tensor, Tensor] | None:
         kept, _ = choice.kept(strip, None if choice.by_position else choice.scores(strip), allowed)
         heads[-1][-1].append(F.pad(kept, (0, size[3] - kept.shape[3])))
     kept = joined([joined([joined(samples, 0) for samples in rows], 2) for rows in heads], 1)
-    allowed = narrowed(allowed_keys(call.part()))
+    allowed = narrowed(call_strips.allowed_keys(call.part()))
     if not bool((allowed & ~kept).any()):
         return None
     some = allowed.any(-1, keepdim=True)
     kept = kept if bool(some.all()) else kept | ~some
     return kept.expand(size), allowed.expand(size)
-
-
-def _fixed(
-    rule: TopK | RandomK, call: AttentionCall, reach: Reach
-) -> tuple[Tensor | None, tuple[int, int] | None]:
-    """Return the first keys, and how far before and behind a query keys are kept, for their position alone."""
-    sinks = near = None
-    if rule.sinks:  # a key that some query sees is not padding
-        real, whole = reach.real, call.allowed is None and call.selected is None
-        if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
-            raise _unknown(call, "sinks", "its first keys are hidden, by padding or by a window of its own")
-        sinks = real & (real.cumsum(-1) <= rule.sinks)
-    if rule.window:
-        if not (reach.in_step or is_square(call)):  # then query i is not the token at first_query + i
-            raise _unknown(call, "a window", "its queries and keys are different tokens, or follow a cache")
-        near = (rule.window - 1, rule.window - 1)
-        if isinstance(rule, TopK) and rule.centred and reach.later:
-            near = (rule.window // 2, rule.window - 1 - rule.window // 2)
-    return sinks, near
 
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:

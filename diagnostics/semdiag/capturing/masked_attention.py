@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products
+from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products, told
 from semdiag.capturing.kept_keys import Choice, heaviest
 from semdiag.capturing.recording import Inputs, Mixed, outside_all_modes, without_modes
 from semdiag.capturing.tile_choices import Table
@@ -151,9 +151,11 @@ def _weights(choice: Choice, strip: Strip) -> tuple[Strip, Tensor, Tensor]:
     """Return a strip's weights, zero outside of the kept keys, and the numbers of these; the strip may widen."""
     scores, allowed = choice.scores(strip), choice.allowed(strip)
     kept, number = choice.kept(strip, scores, allowed)
-    some = bool(number.all())
-    if strip.banded and not some:  # a query without any near key keeps all
+    # A query whose own key is hidden may have no near key: then it keeps all.
+    some = strip.banded and choice.call.allowed is None
+    if strip.banded and not some and not bool(number.all()):
         return _weights(choice, choice.widened(strip))
+    some = some or told(number.all())
     weights = scores.masked_fill_(~kept, -torch.inf).softmax(-1)
     return strip, weights if some else weights.masked_fill_((number == 0)[..., None], 0), number
 
@@ -239,10 +241,8 @@ def row_thresholds(choice: Choice) -> Thresholds:
     if p is None and call.q.is_cuda and kernels.refusal(call.q, None, most) is None:
         free = call.allowed
         if choice.near is not None or choice.sinks is not None:
-            whole = Strip(
-                slice(None), slice(0, call.q.shape[1]), slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
-            )
-            fixed = choice.fixed(whole)
+            heads, queries, keys = (slice(0, n) for n in (*call.q.shape[1:3], call.k.shape[2]))
+            fixed = choice.fixed(Strip(slice(None), heads, queries, keys))
             assert fixed is not None
             free = ~fixed if free is None else free & ~fixed
         scores = Scores(call.q, call.k, call.scale, free, call.bias, None, call.causal, call.first_query)
@@ -340,16 +340,9 @@ def _layout(choice: Choice, table: Table | None) -> _Layout:
     bare = None if cached else torch.cat(bares, 2)
     from torch.nn.attention.flex_attention import BlockMask
 
-    partly, wholly = _listed(torch.cat(some, 2)), _listed(torch.cat(every, 2))
-    blocks = BlockMask.from_kv_blocks(
-        partly[0],
-        partly[1],
-        wholly[0],
-        wholly[1],
-        BLOCK_SIZE=_BLOCK,
-        mask_mod=_mask_mod(choice, bare, table),
-        seq_lengths=(call.q.shape[2], length),
-    )
+    listed, visible = (*_listed(torch.cat(some, 2)), *_listed(torch.cat(every, 2))), _mask_mod(choice, bare, table)
+    sizes: dict[str, Any] = {"BLOCK_SIZE": _BLOCK, "seq_lengths": (call.q.shape[2], length)}
+    blocks = BlockMask.from_kv_blocks(*listed, mask_mod=visible, **sizes)
     found = _Layout(torch.cat(numbers, 2), bare, blocks)
     if cached:
         while len(_LAYOUTS) >= 8:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from semdiag.capturing import attention_calls as hooks
-from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.audit import Audit, Remark, failure
 from semdiag.capturing.batches import TokenMasks, readings, takes_masks, token_masks
 from semdiag.capturing.recording import undone
@@ -118,6 +118,7 @@ def real_by_own_mask(call: AttentionCall) -> Tensor | None:
     return real if bool(real.any(1).all()) else None
 
 
+Told = tuple[Tensor | None, str | None]  # which queries are real, (B, Lq) bool, and a remark; None for either
 NOT_APPLIED, NOT_APPLIED_CODE = "real is not applied here", "real-not-applied"  # start and code of a remark
 OWN_KEY = "queries that may attend to no key, and to which no other query may attend, are taken for padding"
 NOT_MASKED = (
@@ -148,7 +149,7 @@ class Padding:
         return running
 
     @contextmanager
-    def watched(self, running: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Iterator[None]:
+    def watched(self, running: tuple[Args, Kwargs] | None = None) -> Iterator[None]:
         """Observe the arguments of the model's modules in the context, by hooks."""
         self._running.clear()  # left by forward passes in this thread that began under another watch
         with undone(partial(self._take_off, *self._model.modules()), self._running.clear):
@@ -182,7 +183,7 @@ class Padding:
 
         ended = register_module_forward_hook(after, always_call=True)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if module is self._model:  # also resets after an interrupted forward pass
             self._running.clear()
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
@@ -196,7 +197,7 @@ class Padding:
             self._bare = masks is not None and self.given is None and _begins_bare(module, masks, args, kwargs)
         self._running.append(masks)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after(self, module: nn.Module, args: Args, output: Any) -> None:
         if self._running:
             self._running.pop()
 
@@ -225,15 +226,14 @@ class Padding:
             audit.remarks[Remark(call.module, AVERAGED, "fully-masked")] += 1
         return call.averaged()
 
-    def _of_the_user(self, given: Tensor, call: AttentionCall) -> tuple[Tensor | None, str | None]:
+    def _of_the_user(self, given: Tensor, call: AttentionCall) -> Told:
         """Return the result of :meth:`queries` by the user's mask."""
         (batch, _, length, _), first = call.q.shape, call.keys_before + call.first_query
         if len(given) == batch and first >= given.shape[1]:  # tokens generated since the mask was given
             self.fitted = True
             return call.queries, None
         own = own_part(given, call)
-        if own is None:
-            own = own_part_of_folded(given, call)
+        own = own_part_of_folded(given, call) if own is None else own
         if own is None:
             why = f"it has {counted(given.shape[1], 'token')}, but there are {first + length}"
             if given.shape[1] == first + length:
@@ -242,7 +242,7 @@ class Padding:
         self.fitted = True
         return own if call.queries is None else own & call.queries, None
 
-    def queries(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
+    def queries(self, call: AttentionCall) -> Told:
         """Return which queries of a call are real, and a remark; None for either."""
         own, remark = self._by_masks(call)
         # Learned queries are no tokens: they are equal in two samples with different keys.
@@ -250,7 +250,7 @@ class Padding:
         learned = padded and len(call.q) > 1 and _alike(call.q) and not _alike(call.k)
         return (None, None) if learned else (own, remark)
 
-    def _by_masks(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
+    def _by_masks(self, call: AttentionCall) -> Told:
         """Return the result of :meth:`queries` by the masks of running modules, the innermost first."""
         remark, crossing = None, False
         for masks in filter(None, reversed(self._running)):
@@ -287,7 +287,7 @@ class Padding:
         return None, remark
 
 
-def _begins_bare(module: nn.Module, masks: TokenMasks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _begins_bare(module: nn.Module, masks: TokenMasks, args: Args, kwargs: Kwargs) -> bool:
     """Return whether some samples, not all, begin with the model's padding token, and no mask was given."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     pad = getattr(getattr(module, "config", None), "pad_token_id", None)
@@ -300,9 +300,7 @@ def _begins_bare(module: nn.Module, masks: TokenMasks, args: tuple[Any, ...], kw
     return bool(left.any()) and not bool(first.all())
 
 
-def _of_queries(
-    name: str, mask: Tensor, masks: TokenMasks, crossing: bool, call: AttentionCall
-) -> tuple[Tensor | None, str | None]:
+def _of_queries(name: str, mask: Tensor, masks: TokenMasks, crossing: bool, call: AttentionCall) -> Told:
     """Return which queries are real by a token mask, (B, Lq) bool or None; and a remark or None."""
     own = own_part(mask, call)
     if own is None:
@@ -313,12 +311,11 @@ def _of_queries(
         if not is_of_pairs(mask, call):
             return own, None
     elif crossing and (masks.crossing or masks.two):
-        if not bool(own.all()):
-            return None, (
-                f"{name} may belong to the keys, which are another sequence than the queries: all queries count; "
-                "say which are real with real="
-            )
-        return None, None
+        why = (
+            f"{name} may belong to the keys, which are another sequence than the queries: all queries count; say "
+            "which are real with real="
+        )
+        return None, None if bool(own.all()) else why
     else:
         queries, remark = _read_by_keys(name, mask, own, masks.two, call)
         if queries is not None:
@@ -326,9 +323,7 @@ def _of_queries(
     return None, _why_all_count(name, mask, call)
 
 
-def _read_by_keys(
-    name: str, mask: Tensor, own: Tensor, two: bool, call: AttentionCall
-) -> tuple[Tensor | None, str | None]:
+def _read_by_keys(name: str, mask: Tensor, own: Tensor, two: bool, call: AttentionCall) -> Told:
     """Return the result of :func:`_of_queries` by the reading of the mask that the keys confirm."""
     everyone = torch.ones_like(own[:, :1])  # for two sequences, or against the name: no query may see padding
     for reading in readings(name, mask):

@@ -107,24 +107,15 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
     embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
     numbers = (re.match(r"encoder\.transformer\.(\d{1,6})\.", str(name)) for name in state)
     values = {
-        "vocabulary_size": embedding.shape[0] - extra - cls,
-        "classes": state["linear.weight"].shape[0],
+        "vocabulary_size": embedding.shape[0] - extra - cls, "classes": state["linear.weight"].shape[0],
         "length": state[_POSITIONS].shape[1] - extra - cls,
-        "attention": _MASKS[mask],
-        "k": None if mask == "none" else size,
-        "blocks": 1 + max(int(match[1]) for match in numbers if match),
-        "width": embedding.shape[1],
-        "mlp_width": expand.shape[0],
-        "heads": heads,
-        "head_width": state[_MARK].shape[0] // heads,
-        "activation": known.get("activation", "relu"),
-        "inverse_temperature": known.get("inv_temp", 1.0),
-        "first_norm_eps": 0.0,
-        "pad_as_token": True,
-        "global_tokens": extra,
-        "pooling": "cls" if cls else "mean",
-        "cls_as_key": not cls or mask == "none",
-    }
+        "attention": _MASKS[mask], "k": None if mask == "none" else size,
+        "blocks": 1 + max(int(match[1]) for match in numbers if match), "width": embedding.shape[1],
+        "mlp_width": expand.shape[0], "heads": heads, "head_width": state[_MARK].shape[0] // heads,
+        "activation": known.get("activation", "relu"), "inverse_temperature": known.get("inv_temp", 1.0),
+        "first_norm_eps": 0.0, "pad_as_token": True, "global_tokens": extra,
+        "pooling": "cls" if cls else "mean", "cls_as_key": not cls or mask == "none",
+    }  # fmt: skip
     try:
         return ModelConfig.from_dict(values)  # checks types too: values come from a name or JSON
     except InputError as error:

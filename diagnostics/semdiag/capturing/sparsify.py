@@ -55,7 +55,7 @@ class Masked:
 
     # what was seen, including what looks like attention and was not masked
     audit: Audit = field(default_factory=Audit)
-    padded: set[int] = field(default_factory=set)  # numbers of queries of calls with padding
+    _real: list[tuple[int, Tensor]] = field(default_factory=list)  # numbers of queries, and whether all are real
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
     _last: tuple[Tensor, _Counts] | None = None
     _close: list[Tensor] = field(default_factory=list)  # numbers of rows whose choice rounding could change
@@ -83,6 +83,11 @@ class Masked:
         ]
 
     @property
+    def padded(self) -> set[int]:
+        """Numbers of queries of calls with padding."""
+        return {length for length, real in self._real if not bool(real)}
+
+    @property
     def totals(self) -> tuple[int, int]:
         """Kept keys and all keys, summed over heads, calls and queries that are not padding."""
         sums = (c.sums.sum(1).cpu() for c in self._counts.values())
@@ -104,8 +109,7 @@ class Masked:
 
     def _add(self, call: AttentionCall, kept: Tensor, keys: Tensor) -> None:
         """Add the numbers of kept and of all keys of each query; they stay on their device until they are read."""
-        if call.queries is not None and not bool(call.queries.all()):
-            self.padded.add(call.q.shape[2])
+        self._real += [] if call.queries is None else [(call.q.shape[2], call.queries.all())]
         if self._last is not None and self._last[0] is kept and call.queries is None:  # calls that are alike
             new = self._last[1]._replace(layer=call.layer)
         else:
@@ -147,17 +151,16 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     p_i = softmax of z_i over K_i ⊆ A_i, zero elsewhere, where the rule chooses K_i from the scores z_i of the
     masked model itself: a mask in one layer moves the scores of the next. Where the rule drops no key, the model
     runs unchanged, to the last bit (except on fused and compiled paths: see
-    :func:`~semdiag.capturing.attention_calls.watch_attention`). Gradients are those of the masked model, so that
-    it can be trained; the choice of keys has no gradient. Afterwards nothing is left behind: the hooks that read
-    which tokens are padding are removed. :func:`semdiag.capture` and :class:`semdiag.Monitor`, opened around or
-    inside this context, see what the masked model attends to.
+    :func:`~semdiag.capturing.attention_calls.watch_attention`). Gradients are those of the masked model; the
+    choice of keys has none. Nothing is left behind. :func:`semdiag.capture` and :class:`semdiag.Monitor`, opened
+    around or inside this context, see what the masked model attends to.
 
     Cost: fused attention is replaced by one that holds no mask: strips of rows, whose scores are computed once; a
-    window computes only the keys near it. On a GPU, from 512 queries, top-k masks, windows and sinks run in
-    torch's FlexAttention with a threshold for each row, halfway between the last kept and the first dropped score;
-    where the two are within rounding, the other may be kept: the audit counts such rows. Where another watch has
-    to see the mask, a bias is learned, weights are dropped at random, or attention is written by hand, the mask is
-    a tensor of B · H · Lq · Lk bytes.
+    window computes only the keys near it. On a GPU, from 512 queries, top-k and top-p masks, windows and sinks run
+    in torch's FlexAttention with a threshold for each row, halfway between the last kept and the first dropped
+    score (the audit counts rows where the two are within rounding), and blocks and tiles with a table of blocks.
+    Where another watch has to see the mask, a bias is learned, weights are dropped at random, or attention is
+    written by hand, the mask is a tensor of B · H · Lq · Lk bytes.
 
     Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
     Efficient Streaming Language Models with Attention Sinks. Deviation: none.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import Reach, integers, is_square, largest, ordered, real_first
+from semdiag.capturing.call_strips import Reach, integers, is_square, largest, ordered
 from semdiag.capturing.rules import SkipTiles, TopK
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate, TileSums
 from semdiag_models import InputError
@@ -49,12 +49,11 @@ class Tiles:
     found: TileSums | None = None  # from which they were chosen
 
     @classmethod
-    def of(cls, call: AttentionCall, reach: "Reach", query_block: int, block: int) -> "Tiles":
+    def of(cls, call: AttentionCall, reach: Reach, query_block: int, block: int, moved: bool) -> "Tiles":
         """Cut a call into tiles."""
         queries, length, device = call.q.shape[2], call.k.shape[2], call.q.device
         if max(query_block, block) > length:
             raise InputError(f"A tile of {query_block} by {block} is larger than a text of {length} tokens.")
-        moved = real_first(reach.real, call) is not None
         first = reach.real.int().argmax(-1) if moved else torch.zeros(1, dtype=torch.int64, device=device)
         of_keys = (torch.arange(length, device=device) - first[:, None]) % length // block
         itself = reach.in_step or is_square(call)

@@ -1,11 +1,14 @@
 """Every measuring command on models that are not semdiag's own: it works, or refuses in one line."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch
 
+from semdiag.capturing import batches as batching
+from semdiag.measuring.calls import memory
 from semdiag_models import Encoder, TrainingConfig
 from semdiag_models.checkpoint import Checkpoint, write_checkpoint
 
@@ -49,6 +52,11 @@ def infinite():  # q and k are 1e20: no score is a float32, but that of a query 
 
 def not_a_number():
     return built(False, float("nan"))
+
+
+def long():
+    model, _ = built(True, 1)
+    return model, torch.randint(0, 3, (1, 1500))
 '''
 
 COMMANDS = (
@@ -114,6 +122,23 @@ def test_a_k_sweep_runs_them_with_masks_unless_told_otherwise(run_semdiag, tiny_
 def test_lengths_need_minutes(refusal):
     said = refusal("report", "theirs:full", "--lengths", "8", "--rerun-minutes", 0)
     assert said == "--lengths runs the model with masks, and --rerun-minutes 0 does not: leave one out."
+
+
+@pytest.mark.parametrize("command", ["k-sweep", "report", "dispersion"])
+def test_texts_too_long_for_the_memory_are_refused_with_the_length_that_fits(command, refusal, here, monkeypatch):
+    """Before they run: the longest forward pass until then has 256 tokens."""
+    lengths = []
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1.1125 * 2**29)  # 0.5 GiB are for rows
+    real = batching.call
+    monkeypatch.setattr(
+        batching, "call", lambda model, batch: lengths.append(batch.shape[1]) or real(model, batch)
+    )
+    said = refusal(command, "theirs:long")
+    assert re.search(r"^theirs:long: one sample of 1,500 tokens takes 0\.\d GiB, and 0\.\d GiB are free\.", said)
+    fits = int(re.search(r"--max-length (\d+)", said)[1])
+    assert 20 < fits < 1500
+    assert max(lengths) <= 256
+    assert not (here / "page").exists()
 
 
 @pytest.mark.parametrize("command", OF_ENCODERS)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from semdiag.capturing.attention_call import AttentionCall, described
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described
 from semdiag.capturing.provenance.score_history import FORBIDDING, ROOM, ScoreHistory, full_rows, split_scores
 from semdiag.capturing.recording import SharedChange, replaced, undone
 
@@ -282,7 +282,7 @@ _ARGUMENTS = (
 _AXES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
 
 
-def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> AttentionCall:
+def flex_call(args: Args, kwargs: Kwargs, mixed: Tensor) -> AttentionCall:
     """Return a call of the operator flex_attention."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     q, k, v = (given[name].detach() for name in _ARGUMENTS[:3])

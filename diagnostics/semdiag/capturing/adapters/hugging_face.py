@@ -12,20 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from semdiag.capturing import recording
 from semdiag.capturing.adapters.fused import InterfaceCall, NotFollowedError, flash_call, mask_of, watched_caches
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import allowed_keys, counted
 from semdiag.capturing.provenance.score_history import split_mask
-from semdiag.capturing.recording import (
-    Mixed,
-    Recorder,
-    SharedChange,
-    is_plain,
-    not_plain,
-    outside_all_modes,
-    replaced,
-    undone,
-)
 
 
 def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
@@ -62,11 +53,11 @@ _OTHERS = (
 )
 IGNORED = "its function ignores the mask: load the model with another attn_implementation ('sdpa') to mask it"
 _CHECKED = 16  # queries of one sample, in all heads, on which a mask is checked
-_RECORDERS: list[Recorder] = []  # active recorders; those with a mask come last, in the order they began
+_RECORDERS: list[recording.Recorder] = []  # active recorders; those with a mask come last, in the order they began
 
 
 @contextlib.contextmanager
-def intercepted_interface(recorder: Recorder) -> Iterator[None]:
+def intercepted_interface(recorder: recording.Recorder) -> Iterator[None]:
     """Record the calls of Hugging Face models' attention functions."""
     if not hasattr(_interface(), "get_interface"):  # absent or too old: other mechanisms see its models
         yield
@@ -76,7 +67,7 @@ def intercepted_interface(recorder: Recorder) -> Iterator[None]:
         if recorder in _RECORDERS:
             _RECORDERS.remove(recorder)
 
-    with undone(forget):
+    with recording.undone(forget):
         _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
         with _PATCHED.held(), watched_caches():
             yield
@@ -93,10 +84,10 @@ def _looked_up(original: Any, interface: object, implementation: str, default: C
     return attend
 
 
-_PATCHED = SharedChange(lambda: replaced(_interface(), "get_interface", _looked_up))
+_PATCHED = recording.SharedChange(lambda: recording.replaced(_interface(), "get_interface", _looked_up))
 
 
-def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(recorder: recording.Recorder, implementation: str, attend: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -106,9 +97,9 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         options = dict(zip(_NAMES, args, strict=False)) | kwargs
         given = InterfaceCall(name, module, implementation, query, key, value, options)
         full: AttentionCall | None = None
-        kept: Tensor | Mixed | None = None
+        kept: Tensor | recording.Mixed | None = None
         old = options.get("attention_mask")
-        plain = is_plain(query) and (old is None or (isinstance(old, Tensor) and old.ndim == 4))
+        plain = recording.is_plain(query) and (old is None or (isinstance(old, Tensor) and old.ndim == 4))
         if recorder.masking and implementation in ("eager", "sdpa") and plain and _sinks_known(given):
             full = _call(given, query.transpose(1, 2))
             learned = any(isinstance(x, Tensor) and x.requires_grad for x in options.values())  # a position bias
@@ -117,14 +108,14 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
             if isinstance(kept, Tensor):
                 given = replace(given, options=options | _masked(given, kept))
             args, kwargs = (), given.options
-        if isinstance(kept, Mixed):
+        if isinstance(kept, recording.Mixed):
             output: tuple[Tensor, Tensor | None] = kept.output.transpose(1, 2).contiguous(), None
             kept = None  # who watches the masked model from outside gets a mask: see _torch_attention
         else:
             with recorder.covering():
                 output = attend(module, query, key, value, *args, **kwargs)
         try:
-            with outside_all_modes(query.device.type):
+            with recording.outside_all_modes(query.device.type):
                 if full is not None and kept is not None:
                     if _ignored(full, kept, *output[:2]):
                         recorder.skip(implementation, IGNORED, name)
@@ -199,12 +190,14 @@ def _mask(given: InterfaceCall) -> tuple[Any, bool]:
     return (mask.to(given.q.dtype) if adds else mask), adds
 
 
-def _record(recorder: Recorder, given: InterfaceCall, output: Tensor, known: AttentionCall | None = None) -> None:
+def _record(
+    recorder: recording.Recorder, given: InterfaceCall, output: Tensor, known: AttentionCall | None = None
+) -> None:
     """Record a call; ``known`` is the call without its output, if it was described before."""
     name, implementation, q = given.name, given.implementation, given.q
     mask: Any = given.options.get("attention_mask")
-    if not is_plain(q):
-        recorder.skip(implementation, not_plain(q), name)
+    if not recording.is_plain(q):
+        recorder.skip(implementation, recording.not_plain(q), name)
     elif "flash" in implementation and not implementation.startswith("paged|"):
         try:
             call = flash_call(given, output)
@@ -235,7 +228,7 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor, known: Att
             recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
 
 
-def _note_place(recorder: Recorder, given: InterfaceCall, call: AttentionCall, causal: bool) -> None:
+def _note_place(recorder: recording.Recorder, given: InterfaceCall, call: AttentionCall, causal: bool) -> None:
     places = call.first_query, call.first_query + call.q.shape[2]
     if causal and places[0] and given.keys_before is None:
         recorder.remark(_NO_PLACE, given.name)

@@ -14,24 +14,14 @@ from torch._ops import HigherOrderOperator, _higher_order_ops
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from semdiag.capturing import recording
 from semdiag.capturing.adapters import fused as flex
 from semdiag.capturing.adapters.fused import flex_call
-from semdiag.capturing.attention_call import AttentionCall, described
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described
 from semdiag.capturing.call_strips import allowed_keys
 from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
 from semdiag.capturing.provenance.weighted_values import SDPA, sdpa_call
-from semdiag.capturing.recording import (
-    Mixed,
-    Recorder,
-    SharedChange,
-    is_plain,
-    modes_here,
-    not_plain,
-    outside_all_modes,
-    take_off,
-    undone,
-)
 from semdiag_models import AttentionCore, Encoder
 from semdiag_models.encoder import Affine, Attention, Block
 
@@ -41,7 +31,7 @@ MECHANISM = "scaled_dot_product_attention"
 class FunctionWatch(TorchFunctionMode):
     """Sees every call of a torch function, even through names imported earlier."""
 
-    def __init__(self, recorder: Recorder, below: OperationWatch) -> None:
+    def __init__(self, recorder: recording.Recorder, below: OperationWatch) -> None:
         super().__init__()
         self.recorder, self._below = recorder, below
         self._provenance = SoftmaxProvenance(below.tags.writes, below.tags.scores)
@@ -49,7 +39,7 @@ class FunctionWatch(TorchFunctionMode):
         self._special = dict(zip(_SPECIAL, looks, strict=True))
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Run the function, and record its attention."""
         kwargs = kwargs or {}
@@ -95,28 +85,28 @@ class FunctionWatch(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         """Leave, and forget all tags."""
         self._provenance.close()
-        take_off(self)
+        recording.take_off(self)
 
-    def _scaled_dot_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _scaled_dot_product(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given = dict(zip(SDPA, args, strict=False)) | kwargs
-        masked: dict[str, Any] | Mixed = {}
-        if self.recorder.masking and all(is_plain(given[name]) for name in SDPA[:3]):
-            others = (mode for mode in modes_here() if mode not in (self, self._below))
+        masked: dict[str, Any] | recording.Mixed = {}
+        if self.recorder.masking and all(recording.is_plain(given[name]) for name in SDPA[:3]):
+            others = (mode for mode in recording.modes_here() if mode not in (self, self._below))
             watched = any(isinstance(mode, FunctionWatch | OperationWatch) for mode in others)
             masked = _masked(self.recorder, given, replaceable=not watched)
-            given |= {} if isinstance(masked, Mixed) else masked
+            given |= {} if isinstance(masked, recording.Mixed) else masked
             args = tuple(given[name] for name in SDPA[:3])
             kwargs = {name: value for name, value in given.items() if name not in SDPA[:3]}
-        if isinstance(masked, Mixed):
+        if isinstance(masked, recording.Mixed):
             mixed = masked.output
         else:
             with self.recorder.covering():
                 mixed = func(*args, **kwargs)
         try:
-            if not is_plain(mixed):
-                self.recorder.skip(MECHANISM, not_plain(mixed))
+            if not recording.is_plain(mixed):
+                self.recorder.skip(MECHANISM, recording.not_plain(mixed))
                 return mixed
-            with outside_all_modes(mixed.device.type):
+            with recording.outside_all_modes(mixed.device.type):
                 call, _, remark = sdpa_call(given, mixed, self.recorder.heads, self.recorder.shapes)
                 self.recorder.record(call)
                 if remark is not None:
@@ -126,7 +116,7 @@ class FunctionWatch(TorchFunctionMode):
             self.recorder.failed(MECHANISM, error)
         return mixed
 
-    def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _multi_head(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
         outer = self.recorder.heads
         self.recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
@@ -136,16 +126,16 @@ class FunctionWatch(TorchFunctionMode):
         finally:
             self.recorder.heads = outer
 
-    def _flex(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _flex(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         with self.recorder.covering():
             output = func(*args, **kwargs)
             try:
-                call = flex_call(args, kwargs, output[0]) if is_plain(args[0]) else None
+                call = flex_call(args, kwargs, output[0]) if recording.is_plain(args[0]) else None
             except Exception as error:
                 self.recorder.failed(flex.FLEX_MECHANISM, error)
                 return output
         if call is None:
-            self.recorder.skip(flex.FLEX_MECHANISM, not_plain(args[0]))
+            self.recorder.skip(flex.FLEX_MECHANISM, recording.not_plain(args[0]))
         else:
             self.recorder.record(call)
             self._below.merged.mark_output(*output[:2])
@@ -165,7 +155,9 @@ def _not_overridden(func: FunctionType) -> FunctionType:
     return copy
 
 
-def _masked(recorder: Recorder, given: dict[str, Any], replaceable: bool) -> dict[str, Any] | Mixed:
+def _masked(
+    recorder: recording.Recorder, given: dict[str, Any], replaceable: bool
+) -> dict[str, Any] | recording.Mixed:
     """Return the arguments that change under the recorder's mask, or the output where it replaces the function."""
     q, k, v = (given[name] for name in SDPA[:3])
     shared = ((*x.shape[:-3], 1) if given.get("enable_gqa") else x.shape[:-2] for x in (k, v))
@@ -176,11 +168,11 @@ def _masked(recorder: Recorder, given: dict[str, Any], replaceable: bool) -> dic
     replaceable = replaceable and q.shape[:2] == call.q.shape[:2] and k.shape[:2] == call.k.shape[:2]
     replaceable = replaceable and not (mask is not None and mask.requires_grad)
     kept = recorder.masked(call, (q, k, v) if replaceable else None)
-    if kept is None or isinstance(kept, Mixed):
+    if kept is None or isinstance(kept, recording.Mixed):
         return {} if kept is None else kept
     kept = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:])
     kept = kept.permute(*(order.index(d) for d in range(len(order))), -2, -1)
-    if is_plain(mask):  # else a causal rule already limits the kept keys
+    if recording.is_plain(mask):  # else a causal rule already limits the kept keys
         kept = kept & mask if mask.dtype == torch.bool else mask.expand(kept.shape).masked_fill(~kept, -math.inf)
     return {"attn_mask": kept, "is_causal": False}
 
@@ -221,7 +213,7 @@ def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed:
 
 
 def masked_inputs(
-    recorder: Recorder, core: AttentionCore, inputs: tuple[object, ...]
+    recorder: recording.Recorder, core: AttentionCore, inputs: tuple[object, ...]
 ) -> tuple[object, ...] | None:
     """Return a core's inputs with only the keys selected that the recorder's mask keeps; None if unchanged."""
     call = core_call("", core, inputs, cast(Tensor, inputs[2]))
@@ -264,9 +256,9 @@ def _made_outside_modes() -> Iterator[None]:
         if "__new__" in vars(biases.CausalBias):
             del biases.CausalBias.__new__
 
-    with undone(remove):
+    with recording.undone(remove):
         biases.CausalBias.__new__ = made
         yield
 
 
-MADE_OUTSIDE_MODES = SharedChange(_made_outside_modes)
+MADE_OUTSIDE_MODES = recording.SharedChange(_made_outside_modes)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, float_outputs, propagate
 from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS, MergedBlocks, Softmaxes
 from semdiag.capturing.provenance.tags import Tags, tensors
@@ -36,7 +36,7 @@ _HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_atte
 
 
 def run_as_written(
-    func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], ours: type[TorchDispatchMode]
+    func: HigherOrderOperator, args: Args, kwargs: Kwargs, ours: type[TorchDispatchMode]
 ) -> Callable[[], Any] | None:
     """Return a function that runs an operator's bodies in place: under all modes, with gradients."""
     name, kernel = func.__name__, func.py_kernels.get(_EXPLICIT)
@@ -147,7 +147,7 @@ def names_attention(schema: Any) -> bool:
     return any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
 
 
-def python_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
+def python_kernel(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, str] | None:
     """Return the dispatch key and device of an operator with a kernel in Python."""
     device = _plain_device(tree_leaves((args, kwargs)))
     if device is None:
@@ -207,13 +207,13 @@ class Run(NamedTuple):
     """An operation that has run."""
 
     plan: Plan
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     given: list[Tensor]
     result: Any
 
 
-def written(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written(plan: Plan, args: Args, kwargs: Kwargs) -> list[Any]:
     """Return the arguments that an operation writes to."""
     return [args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes]
 
@@ -289,7 +289,7 @@ class OperationWatch(TorchDispatchMode):
         self.merged = MergedBlocks(recorder, self.tags)
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Run the operation and observe it."""
         kwargs = kwargs or {}
@@ -323,9 +323,7 @@ class OperationWatch(TorchDispatchMode):
         self.softmaxes.settle()
         self.tags.forget()
 
-    def _runner(
-        self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], Any] | None:
+    def _runner(self, func: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
         """Return a function that runs an operation so that we see the operations it calls; None if impossible."""
         device = _plain_device(tensors((*args, *kwargs.values()))) if plan.composite else None
         if device is not None and not has_kernel(func, key_of(device)):
@@ -351,7 +349,7 @@ class OperationWatch(TorchDispatchMode):
         audit = self.recorder.audit
         return audit.captured.total() + audit.skipped.total()
 
-    def _run_higher_order(self, func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_higher_order(self, func: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Any:
         """Run a higher-order operator that was not seen in Python; note it if its body may hide attention."""
         seen, result = self._attention_count(), func(*args, **kwargs)
         unseen = self.recorder.listening and not self.recorder.foreign and self._attention_count() == seen
@@ -367,7 +365,7 @@ class OperationWatch(TorchDispatchMode):
         floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
         return not (func.__name__ in _HARMLESS or harmless) and not all(map(self.tags.fixed, floats))
 
-    def _run_kernel(self, func: Any, key: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_kernel(self, func: Any, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:
         """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
         with self, torch._C.DisableTorchFunction():
             included = torch._C._dispatch_tls_local_include_set()
@@ -392,13 +390,11 @@ class OperationWatch(TorchDispatchMode):
             self.recorder.skip(plan.name, f"could not be followed ({type(error).__name__}: {str(error)[:80]})")
             return None
 
-    def _before_write(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_write(self, plan: Plan, args: Args, kwargs: Kwargs) -> None:
         given = [*tensors((*args, *kwargs.values()))]
         self.softmaxes.before_write(plan.name, args, [*tensors(written(plan, args, kwargs))], given)
 
-    def _look(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> AttentionCall | None:
+    def _look(self, plan: Plan, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
         """Handle an operation that has run, by its kind; return the attention that it completes, if any."""
         recorder, tags, name = self.recorder, self.tags, plan.name
         if recorder.covered or recorder.foreign:
@@ -474,14 +470,9 @@ class OperationWatch(TorchDispatchMode):
         return call
 
     _LOOKS: ClassVar[dict[str, Callable[..., AttentionCall | None]]] = {
-        "product": _product,
-        "noise": _noise,
-        "softmax": _softmax,
-        "exponential": _exponential,
-        "foreign": _foreign,
-        "suspect": _foreign,
-        "fused": _fused,
-    }
+        "product": _product, "noise": _noise, "softmax": _softmax, "exponential": _exponential,
+        "foreign": _foreign, "suspect": _foreign, "fused": _fused,
+    }  # fmt: skip
 
     def _skip_without_storage(self, name: str, given: Sequence[Tensor]) -> None:
         """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""

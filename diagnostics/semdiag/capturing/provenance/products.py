@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.provenance.softmaxes import MECHANISM, Softmaxes, find_axis
 from semdiag.capturing.provenance.tags import (
     Axes,
@@ -37,9 +37,7 @@ class Products:
     def __init__(self, recorder: Recorder, tags: Tags, softmaxes: Softmaxes) -> None:
         self._recorder, self._tags, self._softmaxes = recorder, tags, softmaxes
 
-    def observe(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> AttentionCall | None:
+    def observe(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> AttentionCall | None:
         """Observe a matrix product that has run."""
         a, b = (*args, *kwargs.values())[1:3] if name in _ADDED else args[:2]
         if not (is_plain(a) and is_plain(b)):
@@ -240,7 +238,7 @@ class _Step(NamedTuple):
 
     tags: Tags
     name: str
-    args: tuple[Any, ...]
+    args: Args
     given: list[Tensor]
     source: Tensor
     out: Tensor
@@ -251,7 +249,7 @@ class _Step(NamedTuple):
         return [t for t in self.given if t is not self.source]
 
 
-def propagate(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
+def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: Any) -> None:
     """Propagate tags from an operation's inputs to its outputs."""
     outputs = float_outputs(result) if given else []
     if name in _SHAPED:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from semdiag.capturing.adapters.fused import with_full_rows_read
+from semdiag.capturing.attention_call import Args, Kwargs
 from semdiag.capturing.provenance.score_history import ScoreHistory, UntraceableError, scores_alone
 from semdiag.capturing.provenance.tags import (
     Axes,
@@ -187,9 +188,7 @@ def sums_to_one(weights: Tensor, axis: int) -> bool:
     return bool(between.any()) and not bool(wrong.any())
 
 
-def product_factors(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
+def product_factors(name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
     """Return q (…, Lq, D) and k (…, Lk, D) of a product, its factor, and a term added to it or None."""
     if name == "einsum":
         return _einsum(args)
@@ -211,7 +210,7 @@ def _usable(x: object) -> bool:
     return is_plain(x) and x.ndim >= 2 and x.is_floating_point() and x.layout == torch.strided
 
 
-def _einsum(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, float, None] | None:
+def _einsum(args: Args) -> tuple[Tensor, Tensor, float, None] | None:
     """Return the factors of "…id,…jd->…ij", with the letters of each factor in any order."""
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if not isinstance(args[0], str) or len(operands) != 2 or not all(map(_usable, operands)):
@@ -245,7 +244,7 @@ class SoftmaxProvenance:
         """Forget everything."""
         self._scores.clear()
 
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, args: Args, kwargs: Kwargs) -> None:
         """Forget invalid tags of operands before an operation runs."""
         if not self._scores:
             return
@@ -261,9 +260,7 @@ class SoftmaxProvenance:
         writes, made = self._writes, stamps[:-1]
         return history, lambda: all(writes(x) == count for x, count in made)
 
-    def masked(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    def masked(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
         """Return a softmax's arguments with -inf as the scores of keys that the recorder's mask drops."""
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -302,7 +299,7 @@ class SoftmaxProvenance:
             return [*roles.lead, roles.query, key], False
         return ([*range(key + 1)], False) if history is not None else ([*roles.lead, key], True)
 
-    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def follow(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Observe an operation that has just run."""
         try:
             if name in _PRODUCTS:
@@ -319,7 +316,7 @@ class SoftmaxProvenance:
         detached = tensor.detach()  # shares the storage; the tag must not keep the tensor itself alive
         self._scores[tensor] = history, [*stamps, (detached, self._writes(detached))]
 
-    def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+    def _product(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         with outside_all_modes(result.device.type):
             product = product_factors(name, args, kwargs)
             if product is None:
@@ -329,7 +326,7 @@ class SoftmaxProvenance:
             history = ScoreHistory(q.detach(), k.detach(), result.shape[:-2], scale=alpha, eps=eps)
             self._keep(result, history if added is None else history.plus(added, result.dtype), [])
 
-    def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _step(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Carry tags through an operation on scores, or drop them."""
         if not self._scores:
             return
@@ -349,8 +346,8 @@ class _Step(NamedTuple):
 
     history: ScoreHistory
     scores: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     result: Tensor
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.adapters.fused import with_full_rows_read
-from semdiag.capturing.attention_call import AttentionCall, described, four_axes
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described, four_axes
 from semdiag.capturing.provenance.score_history import ScoreHistory, lowest, scores_alone, split_mask
 from semdiag.capturing.provenance.tags import Axes, AxisPiece, entries, read_axes, read_leading
 from semdiag.mathematics.planes import unraveled
@@ -203,7 +203,7 @@ SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _FLASH = (*SDPA[:3], *SDPA[4:])
 
 
-def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttentionCall | None:
+def fused_call(name: str, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
     """Return fused attention from the arguments of its operation; None for an unknown operation."""
     if name != "_scaled_dot_product_flash_attention_for_cpu":
         return None
