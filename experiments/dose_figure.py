@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from scipy import stats
 
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import FAINT, finished, panel_grid, paper_style, plain_numbers
 
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 ARMS = {"for good": "scores multiplied for good", "at first": "scores multiplied at the initialisation"}
 
 
@@ -34,28 +33,33 @@ def figure(doses: pd.DataFrame) -> Figure:
     panels = [*table.groupby(["attention", "arm"], sort=False)]
     drawn, axes = panel_grid(len(panels), height=2.9, columns=2)
     for ax, ((attention, arm), own) in zip(axes, panels, strict=True):
-        _draw(ax, own)
-        ax.set_title(f"{attention}, {ARMS[arm]}")
+        middle = _draw(ax, own)
+        ax.set_title(f"{attention}, {ARMS[arm]}: × {middle:.2g} at factor {own['factor'].max():g}")
     return finished(
         drawn,
-        "Mean training loss of 120 epochs as a multiple of that with factor 1: above 1 is slower. Thin lines:"
-        " tasks, three seeds each; thick line: mean over tasks (of logarithms) with a 95% t-interval.",
+        "Mean training loss of 120 epochs as a multiple of that with factor 1: above 1 is slower. Grey: tasks, "
+        "three seeds each, the outermost named; black: mean over tasks (of logarithms) with a 95% t-interval.",
     )
 
 
-def _draw(ax: Axes, own: pd.DataFrame) -> None:
-    for i, (task, rows) in enumerate(own.groupby("task", sort=False)):
+def _draw(ax: Axes, own: pd.DataFrame) -> float:
+    """Draw the tasks and their mean; return the mean at the largest factor."""
+    last = own[own["factor"] == own["factor"].max()].set_index("task")["response"]
+    for task, rows in own.groupby("task", sort=False):
         rows = rows.sort_values("factor")
-        ax.plot(
-            rows["factor"], np.exp(rows["response"]), color=f"C{i}", linestyle=STYLES[i], linewidth=1.1, label=task
-        )
+        ax.plot(rows["factor"], np.exp(rows["response"]), color=FAINT, linewidth=0.9, alpha=0.7)
+        if task in (last.idxmin(), last.idxmax()):
+            ax.annotate(
+                str(task), (rows["factor"].iloc[-1], np.exp(rows["response"].iloc[-1])), xytext=(-4, 5),
+                textcoords="offset points", ha="right", fontsize=9, color=FAINT,
+            )  # fmt: skip
     by_factor = own.groupby("factor")["response"]
     centre = by_factor.mean()
     half = stats.t.ppf(0.975, by_factor.size() - 1) * by_factor.sem()
     middle, low, high = (np.exp(logarithm) for logarithm in (centre, centre - half, centre + half))
     ax.errorbar(
         centre.index, middle, [middle - low, high - middle], color="black", linewidth=2, capsize=3, marker="o",
-        markersize=3.5, label="mean over tasks",
+        markersize=3.5,
     )  # fmt: skip
     ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     ax.set_xscale("log", base=2)
@@ -65,6 +69,7 @@ def _draw(ax: Axes, own: pd.DataFrame) -> None:
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel("factor on the scores, and on δ, at the initialisation")
     ax.set_ylabel("mean training loss / at factor 1")
+    return float(middle.iloc[-1])
 
 
 def main() -> None:

@@ -15,25 +15,24 @@ import math
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import attention_style, finished, panel_grid, paper_style, plain_numbers
 from semdiag_models.sweep import SweepRun, read_history, read_sweep
 
 HERE = Path(__file__).parent
 PANELS = {
-    "loss": "mean training loss / ln(classes)",
-    "accuracy": "held-out accuracy at the end",
-    "separation": "separation Δ, median (nats)",
-    "unchanged": "masks unchanged by 1% noise",
+    "loss": "training loss\n/ ln(classes)",
+    "accuracy": "held-out\naccuracy",
+    "separation": "median Δ\n(nats)",
+    "unchanged": "masks that\nstay, 1% noise",
 }
 MEASURED = ["run", "sha256", "queries", "separation", "unchanged"]  # of the weights; the records tell the rest
-COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3")
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 
 def learning(runs: list[SweepRun], records: Path) -> pd.DataFrame:
@@ -80,33 +79,42 @@ def with_earlier(measured: pd.DataFrame, file: Path) -> pd.DataFrame:
 
 @paper_style
 def figure(table: pd.DataFrame) -> Figure:
-    """Four panels against k, a line per task: mean over seeds, and a bar from the smallest to the largest."""
-    drawn, axes = panel_grid(4, height=2.9, sharey=False, columns=2)
-    ks = sorted(int(k) for k in table["k"].dropna().unique())
-    places = {k: place for place, k in enumerate([*ks, None])}
-    for ax, (name, label) in zip(axes, PANELS.items(), strict=True):
-        for i, (task, own) in enumerate(table.groupby("task", sort=False)):
-            seeds = own.assign(k=own["k"].fillna(0)).groupby("k")[name].agg(["mean", "min", "max"]).dropna()
-            x = np.array([places[int(k) or None] for k in seeds.index]) + 0.06 * (i - 3)
-            sparse = seeds.index > 0
-            y = seeds["mean"].to_numpy()
-            style = {"color": COLORS[i], "marker": "o", "markersize": 3, "linewidth": 1.2}
-            ax.vlines(x, seeds["min"], seeds["max"], color=COLORS[i], linewidth=1.0, alpha=0.7)
-            ax.plot(x[sparse], y[sparse], linestyle=STYLES[i], label=task, **style)
-            ax.plot(x[~sparse], y[~sparse], **style)
-        ax.set_xticks(list(places.values()), [*map(str, ks), "full"])
-        ax.set_xlim(-0.4, len(ks) + 0.4)
-        ax.set_xlabel("k")
-        ax.set_ylabel(label)
-    axes[2].set_yscale("log")
-    axes[2].set_yticks([0.05, 0.1, 0.2, 0.5])
-    plain_numbers(axes[2].yaxis)
-    for ax in axes[2:]:
-        ax.text(len(ks), 0.04, "drops\nno key", ha="center", fontsize=7, transform=ax.get_xaxis_transform())
+    """A row per quantity, a column per task: means over seeds against k, bars from the smallest to the largest."""
+    tasks, ks = table["task"].unique(), sorted(int(k) for k in table["k"].dropna().unique())
+    drawn, axes = panel_grid(len(PANELS) * len(tasks), height=1.35, sharey=False, columns=len(tasks))
+    places, topk, full = [*ks, 0], attention_style("topk"), attention_style("full")
+    for (row, name), (column, task) in product(enumerate(PANELS), enumerate(tasks)):
+        ax = axes[row * len(tasks) + column]
+        own = table[table["task"] == task].assign(k=table["k"].fillna(0))
+        seeds = own.groupby("k")[name].agg(["mean", "min", "max"]).dropna()
+        for style, part in ((topk, seeds[seeds.index > 0]), (full, seeds[seeds.index == 0])):
+            x = [places.index(int(k)) for k in part.index]
+            ax.vlines(x, part["min"], part["max"], color=style.color, linewidth=1.0)
+            ax.plot(x, part["mean"], color=style.color, marker=style.marker, markersize=3.5, linewidth=1.2)
+            if style is full and len(part):
+                ax.axhline(part["mean"].iloc[0], color=style.color, linewidth=0.8, linestyle=(0, (3, 2)), zorder=0)
+        ends = table[name].min(), table[name].max()
+        if name == "separation":
+            ax.set_yscale("log")
+            ax.set_ylim(ends[0] / 1.2, ends[1] * 1.2)
+            ax.set_yticks([0.05, 0.1, 0.2, 0.5])
+            plain_numbers(ax.yaxis)
+        else:
+            ax.set_ylim(ends[0] - 0.05 * (ends[1] - ends[0]), ends[1] + 0.05 * (ends[1] - ends[0]))
+        ticks = [str(k) if place % 2 == 0 else "" for place, k in enumerate(ks)]
+        ax.set_xticks(range(len(places)), [*ticks, "full"] if row == len(PANELS) - 1 else [])
+        ax.tick_params(labelsize=8, labelleft=not column)
+        ax.set_xlim(-0.5, len(ks) + 0.7)
+        if not row:
+            ax.set_title(task, fontsize=8.5)
+        if not column:
+            ax.set_ylabel(PANELS[name], fontsize=8.5)
     return finished(
         drawn,
-        "Models trained with that k, two blocks of width 32; points: means of three seeds, bars: their range. A k "
-        "that would keep all keys is left out. Separation and masks pool the queries of both layers, "
+        "Across: k, of models trained with it (orange), and full attention (grey, dashed); "
+        "two blocks of width 32; means of three seeds, bars: their range. "
+        "A k that would keep all keys is left out. Separation and masks "
+        "pool the queries of both layers, "
         f"of {table['separation'].count()} of {table['k'].count()} runs.",
     )
 

@@ -150,9 +150,9 @@ def draw(cells: pd.DataFrame) -> Figure:
             own = grid[(grid["attention"] == attention) & (grid["stage"] == stage) & (grid["plane"] == plane)]
             table = own.pivot(index="y", columns="x", values="loss").clip(lower=1e-6)
             picture = ax.pcolormesh(
-                table.columns, table.index, np.log10(table), vmin=low, vmax=high, cmap="cividis", rasterized=True
+                table.columns, table.index, np.log10(table), vmin=low, vmax=high, cmap="Blues_r", rasterized=True
             )
-            ax.plot(0, 0, marker="+", color="white", markersize=5)
+            ax.plot(0, 0, marker="+", color="black" if stage == "initialisation" else "white", markersize=5)
             ax.set_aspect("equal")
             if down == 0:
                 ax.set_title(f"{attention}, {plane + 1}", fontsize=8)

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
+from semdiag.presenting.drawing.style import attention_style, finished, mask_style, panel_grid, paper_style
 
 PANELS = {
     "held_out_loss": "held-out loss, nats a byte",
@@ -21,6 +21,7 @@ PANELS = {
     "entropy": "median entropy, nats",
     "stay": "top-8 sets that stay under 1% noise",
 }
+LINES = {"4": (0, (1, 1)), "8": "-", "16": (0, (6, 2))}  # of the three masks of top-k
 SHOWN_FROM = 200  # steps; before, all losses fall alike and would flatten the rest
 
 
@@ -29,8 +30,8 @@ def figure(folder: Path) -> Figure:
     """A panel a quantity, a line a mask: the mean over seeds; the band goes from the smallest to the largest."""
     drawn, axes = panel_grid(len(PANELS), height=2.4, columns=3, sharey=False)
     for ax, (column, title) in zip(axes, PANELS.items(), strict=True):
-        for place, mask in enumerate(language.MASKS):
-            _draw(ax, folder, mask, column, f"C{place}")
+        for mask in language.MASKS:
+            _draw(ax, folder, mask, column)
         ax.set_title(title)
         ax.set_xlabel("millions of bytes seen")
     return finished(
@@ -40,15 +41,18 @@ def figure(folder: Path) -> Figure:
     )
 
 
-def _draw(ax: Axes, folder: Path, mask: str, column: str, colour: str) -> None:
+def _draw(ax: Axes, folder: Path, mask: str, column: str) -> None:
     files = [language.record(folder, mask, seed) for seed in language.SEEDS]
     runs = [pd.read_csv(file).query(f"step >= {SHOWN_FROM}") for file in files if file.exists()]
     if not runs:
         return
     seen = runs[0]["bytes"].to_numpy() / 1e6
     values = np.stack([run[column].to_numpy() for run in runs])
-    ax.plot(seen, values.mean(0), color=colour, label=mask)
-    ax.fill_between(seen, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+    kind, _, k = mask.partition("-")
+    style = mask_style(kind) if kind == "window" else attention_style(kind)
+    line = LINES.get(k, "-") if kind == "topk" else style.line
+    ax.plot(seen, values.mean(0), color=style.color, linestyle=line, label=mask.replace("topk", "top"))
+    ax.fill_between(seen, values.min(0), values.max(0), color=style.color, alpha=0.15, linewidth=0)
 
 
 def main() -> None:

@@ -132,13 +132,13 @@ def test_pages_are_few_and_short() -> None:
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.stem != "options"]
     prose = [re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S) for page in pages]
     assert len(pages) <= 20
-    assert sum(len(text.split()) for text in prose) <= 19_200, "words beside the examples"
+    assert sum(len(text.split()) for text in prose) <= 16_000, "words beside the examples"
 
 
 def test_the_site_has_every_page() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[1]
-    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert set(re.findall(r"[\w/-]+\.md", nav)) == pages
+    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r"[\w/-]+\.md", nav)) == pages | {"README.md"}
 
 
 def test_the_front_door_is_short() -> None:

@@ -263,18 +263,17 @@ def test_the_references_at_length_40_have_the_numbers_of_the_reference_report():
 
 def test_the_tables_of_length_40_in_the_docs_are_those_of_the_data():
     data = EXPERIMENTS.parent / "reports" / "length-40"
-    text = (EXPERIMENTS.parent / "docs" / "paper.md").read_text(encoding="utf-8")
     page = (EXPERIMENTS / "length-40.md").read_text(encoding="utf-8")
     assert length_40.runs_in_words(pd.read_csv(data / "runs.csv")) in page
     percentiles = pd.read_csv(data / "percentiles.csv")
     judged = percentiles[~percentiles["percentile"].isin([0, 100])]
     known = judged["ratio"].dropna()
     two, half = known.between(1 / 2, 2).sum(), known.between(1 / 1.5, 1.5).sum()
-    words = " ".join(text.split())
+    words = " ".join(page.split())
     assert f"Of the {len(known)} cells at p75 to p95 that the paper shows, {two} are within a factor of 2" in words
     assert f"and {half} within 1.5" in words
     met = judged[judged["quantity"].str.startswith("condition")].set_index("task")["ours"] < 1
     assert f"below 1 in {met.sum()} of the {len(met)} cells" in words
     learned = ["stack-manipulation", "missing-duplicate", "even-pairs"]
     for task, own in [("the four tasks that are memorised", met.drop(learned)), *((t, met[t]) for t in learned)]:
-        assert f"| {task} | {own.sum()} of {len(own)} |" in text
+        assert f"| {task} | {own.sum()} of {len(own)} |" in page

@@ -79,7 +79,9 @@ def test_ratios_of_dispersion_are_those_of_the_findings():
 PHRASES = {
     ("The smaller the dispersion", "experiments/study.md"): "−0.47 to 0.37; −0.26 (−0.56 to 0.05)",
     ("Masks are separated", "docs/paper.md"): "92, 93 and 94% (51, 55 and 56%)",
-    ("The conditions of Corollary 1 hold at", "docs/paper.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
+    ("The conditions of Corollary 1 hold at", "experiments/length-40.md"): (
+        "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of"
+    ),
     ("The loss has a smaller", "docs/paper.md"): "10⁴ to 10³⁹ times the gradient",
     ("The bounds are true", "docs/paper.md"): "5 of 101,000 pairs of rows",
     ("Fixed sparse masks", "docs/paper.md"): "10 of 12 pairs",

@@ -60,6 +60,13 @@ def _report(
             "--rerun-minutes", min=0,
         ),
     ] = 2,
+    lengths: Annotated[
+        str,
+        options.option(
+            "Also run an external model on pieces of these lengths, cut from as many samples.",
+            metavar="L,L",
+        ),
+    ] = "",
     show: Annotated[bool, options.output_option("Open the page in the browser.", "--open")] = False,
     *,
     shared: Asked,
@@ -93,7 +100,10 @@ def _report(
         ks = options.whole_numbers(values["k"], "--k")
         smallest = min((each for each in ks if each > 0), default=None)  # smaller ones are refused with the inputs
         levels = options.positive_numbers(noise, "--noise")
-        asked = ReportOptions(levels, values["seed"], smallest, thorough, 60 * minutes or None)
+        pieces = options.whole_numbers(lengths, "--lengths") if lengths else ()
+        if pieces and not minutes:
+            raise InputError("--lengths runs the model with masks, and --rerun-minutes 0 does not: leave one out.")
+        asked = ReportOptions(levels, values["seed"], smallest, thorough, 60 * minutes or None, pieces)
         plans = tuple(plan for probe in probes().values() if (plan := probe.reported(asked)) is not None)
         few = {"probe_samples": _PROBE_SAMPLES, "k_lowers": "k" not in shared.typed}
         conditions = shared.conditions(keep_queries, k=ks, plans=plans, **few)

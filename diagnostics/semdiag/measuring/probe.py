@@ -104,6 +104,7 @@ class ReportOptions:
     k: int | None = None  # smallest k that was requested; None means none
     thorough: bool = False  # whether minutes per model may be spent
     rerun_seconds: float | None = None  # for running an external model with masks; None means the default
+    lengths: tuple[int, ...] = ()  # of the pieces on which an external model is run with masks, too
 
 
 def _none(*known: Any) -> Any:

@@ -148,7 +148,7 @@ _OLDER = {r"mass(_k\d+|_without_first)?": r"weight_kept\1", r"first_key(_k\d+)?"
 def with_new_names(table: pd.DataFrame, older: Mapping[str, str] = _OLDER) -> pd.DataFrame:
     """Return a table with the new names of columns and quantities that the version before wrote."""
     for name, new in older.items():
-        table = table.rename(columns=lambda column, name=name, new=new: re.sub(f"^{name}$", new, str(column)))
+        table = table.set_axis([re.sub(f"^{name}$", new, str(column)) for column in table], axis=1)
         if "quantity" in table:
             table = table.assign(quantity=table["quantity"].replace(f"^{name}$", new, regex=True))
     return table

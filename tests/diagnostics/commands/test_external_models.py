@@ -111,6 +111,11 @@ def test_a_k_sweep_runs_them_with_masks_unless_told_otherwise(run_semdiag, tiny_
     assert masks(tiny_runs.full, "--samples", 4, "--kinds", "topk") == {"none", "topk"}
 
 
+def test_lengths_need_minutes(refusal):
+    said = refusal("report", "theirs:full", "--lengths", "8", "--rerun-minutes", 0)
+    assert said == "--lengths runs the model with masks, and --rerun-minutes 0 does not: leave one out."
+
+
 @pytest.mark.parametrize("command", OF_ENCODERS)
 def test_what_needs_an_encoder_is_refused(command, refusal):
     refusal(command, "theirs:full")

@@ -20,6 +20,7 @@ from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.stability.gains import spaced
 from semdiag.questions.stability.measure import SecantsPlan, external_secants
 from semdiag_models import Encoder, InputError, ModelConfig
 
@@ -301,6 +302,19 @@ def test_secants_lie_below_the_sound_constants_and_follow_the_seed(decoder, batc
     other = external_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4, seed=1)
     assert not rows["weight_change"].equals(other["weight_change"])
     assert not any(m._forward_hooks for m in decoder.modules())
+
+
+def test_of_long_samples_spaced_queries_are_compared_and_that_is_said(decoder, batch, monkeypatch):
+    whole, said = external_secants(unnamed(decoder), [batch]), []
+    monkeypatch.setattr("semdiag.questions.stability.measure.QUERIES", 4)
+    monkeypatch.setattr("semdiag.questions.stability.measure.spaced", lambda length: spaced(length, 4))
+    monkeypatch.setattr("semdiag.questions.stability.measure._PAIRS", 1)
+    rows = external_secants(unnamed(decoder), [batch], remark=lambda text, code: said.append((text, code)))
+    length = next(iter(batch.values())).shape[1]
+    queries = range(length - 1, -1, -math.ceil(length / 4))
+    expected = whole[whole["query"].isin(queries) & (whole["sample"] < 4)].reset_index(drop=True)
+    pd.testing.assert_frame_equal(rows, expected)
+    assert said == [("noise: 4 samples, and at most 4 evenly spaced queries of each", "noise-thinned")]
 
 
 def test_clean_rows_of_the_secants_are_those_of_the_measurement(decoder, batch):

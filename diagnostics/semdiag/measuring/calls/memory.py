@@ -17,7 +17,7 @@ from semdiag.measuring.calls.running import NoRoomError, in_evaluation, running
 
 _LONG = 1024  # tokens from which a run is worth an estimate
 _SHORT, _CUT = 32, 256  # tokens of the forward passes by which it is made: the first one warms up
-_ROWS, _KEYS, _CHANGES = 12.6, 8.2, 72.0  # bytes: docs/performance.md#cost-model, and 18 truncated outputs
+_ROWS, _KEYS, _CHANGES = 12.6, 8.2, 72.0  # bytes: benchmarks/README.md#cost-model, and 18 truncated outputs
 _STREAMS = 24  # numbers of a token's width that a layer holds at a time
 _ROW = 60  # bytes of a row of the table of queries
 _TABLE = 20_000_000  # rows that the table holds at most

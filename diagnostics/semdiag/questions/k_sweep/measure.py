@@ -148,9 +148,11 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     chosen = batches if wanted else _fitting(batches, seen.seconds, len(masks), limit, subject.remark)
     of_length = {n: masks_of(plan.ks or few_ks(n), seed, kinds) for n in pieces}
     tokens = max(map(longest, batches)) if pieces else 1
+    few = sum(map(samples_of, chosen))
+    if few < sum(map(samples_of, batches)):  # as much of the pieces
+        pieces = {n: list(first_samples(cut, max(1, few * tokens // n))) for n, cut in pieces.items()}
     steps = {n: max(1, round(n / tokens)) for n in pieces}  # what a piece takes, in samples
     more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
-    few = sum(map(samples_of, chosen))
     subject.expect(whole + (1 + len(masks)) * few + more)
     labels = labels if labels is None or wanted else labels[:few]
     places: list[dict[str, Any]] = []
@@ -227,5 +229,5 @@ PROBE = Probe(
         **({"tolerance": plan.tolerance} if plan.tolerance else {}),
     },
     draws=True,
-    reported=lambda options: KSweepPlan(seconds=options.rerun_seconds),
+    reported=lambda options: KSweepPlan(seconds=options.rerun_seconds, lengths=options.lengths),
 )

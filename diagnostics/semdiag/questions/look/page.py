@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -54,7 +54,7 @@ _CUT = {
 }
 
 
-def render_look(seen: Seen, k: int, command: str) -> str:
+def render_look(seen: Seen, k: int, command: str, groups: Mapping[str, Any] | None = None) -> str:
     """Return the page; tokens and names are escaped, and control characters are made visible."""
     environment = page_environment()
     environment.filters["number"] = finite
@@ -69,7 +69,9 @@ def render_look(seen: Seen, k: int, command: str) -> str:
     return environment.from_string(parts["html.j2"]).render(
         style=Markup(f"{page_style()}\n{parts['css']}"),
         script=Markup(parts["js"]),
-        data=Markup(json.dumps(_data(seen, k), separators=(",", ":"), allow_nan=False).translate(_ESCAPES)),
+        data=Markup(
+            json.dumps(_data(seen, k, groups or {}), separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
+        ),
         generator=GENERATOR,
         seen=seen,
         broadest=broadest,
@@ -146,7 +148,7 @@ def lead(seen: Seen) -> str:
     return f"{start}: median δ {most.dispersion:.3g} nats{others}."
 
 
-def _data(seen: Seen, k: int) -> dict[str, Any]:
+def _data(seen: Seen, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the script reads: labels and masks once, scores as base64 of little-endian floats."""
     labels: dict[tuple[str, ...], int] = {}
     masks: dict[tuple[tuple[int, ...], bytes], int] = {}
@@ -183,12 +185,22 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
     layers = [layer(one) for one in seen.layers]
     return {
         "k": k,
+        "tokens": seen.length,
+        "groups": {visible(name): np.flatnonzero(_group(name, of, seen)).tolist() for name, of in groups.items()},
         "trained": _trained(seen),
         "bytes": size,
         "layers": layers,
         "labels": [list(words) for words in labels],
         "masks": [_base64(bits) for _, bits in masks],
     }
+
+
+def _group(name: str, tokens: Any, seen: Seen) -> np.ndarray:
+    """Return which tokens belong to a group, (L,) bool."""
+    given, length = np.asarray(tokens), seen.length
+    if given.dtype != bool or given.shape != (length,):
+        raise InputError(f"The group {name} must be bool, ({length},). Got {given.dtype} of {given.shape}.")
+    return given
 
 
 def _trained(seen: Seen) -> list[str]:
@@ -232,9 +244,9 @@ def place_of(model: str, given: Path | None) -> Path:
     return place
 
 
-def write_look(seen: Seen, k: int, command: str, place: Path) -> None:
+def write_look(seen: Seen, k: int, command: str, place: Path, groups: Mapping[str, Any] | None = None) -> None:
     """Write the page, whole or not at all."""
-    page = render_look(seen, k, command)
+    page = render_look(seen, k, command, groups)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_text(place, page)
@@ -257,6 +269,7 @@ def look(
     *,
     tokens: Sequence[str] | None = None,
     k: int | None = None,
+    groups: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
@@ -274,6 +287,8 @@ def look(
         out: the page, an .html file; only an earlier page of this kind is replaced.
         tokens: the text of each token; by default from the model's tokenizer, else ids, else positions.
         k: how many of each query's scores are shown as kept at first; None: 5.
+        groups: for each name (image, text, register …), which tokens belong to it: bool, (L,). The page shows
+            the weight that they give one another in each head.
         device: where to run; None: where the model is.
         dtype: Number format of the model and the scores; None: the model's own.
 
@@ -282,7 +297,7 @@ def look(
 
     Raises:
         InputError: if the input does not suit the model, the number of ``tokens`` is wrong, no attention is
-            captured, no query has k keys, or the page cannot be written.
+            captured, no query has k keys, a group does not fit, or the page cannot be written.
 
     Example:
         >>> import tempfile
@@ -300,5 +315,5 @@ def look(
         raise InputError(
             f"Got {len(tokens)} tokens, but no attention of {loaded.path} has that many queries or keys."
         )
-    write_look(seen, fitting_k(seen, k), f"semdiag.look(model, inputs, {str(out)!r})", place)
+    write_look(seen, fitting_k(seen, k), f"semdiag.look(model, inputs, {str(out)!r})", place, groups)
     return place

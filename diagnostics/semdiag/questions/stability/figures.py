@@ -59,7 +59,10 @@ def stability_curves(findings: Findings) -> Figure:
         _draw_points(ax, keys, rows[rows["kept"] == keys])
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
     found = rows[rows["above"]].groupby(["model", "layer"], sort=False).size().nlargest(_NAMED)
-    above = [f"{labels[model]}, layer {layer} ({number})" for (model, layer), number in found.items()]
+    above = [
+        f"{labels[model]}, layer {layer} ({number})"
+        for (model, layer), number in zip(found.index.tolist(), found, strict=True)
+    ]
     return finished(
         figure,
         f"{_noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "

@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_calls import AttentionCall
-from semdiag.capturing.batches import Batch, first_samples
+from semdiag.capturing.batches import Batch, first_samples, samples_of
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.spectral_norms import jacobian_spectral_norm
+from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import scored_rows
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table
+from semdiag.measuring.words import counted
 
 SAMPLES = 8
-QUERIES = 256  # of a sample and head, evenly spaced: of longer ones the norm is a lower bound
+QUERIES = 256  # of a sample and head, evenly spaced; the rest is left out, and the norm is a lower bound
 STEPS = 10
+_LONG, _FEWEST = 512, 2  # keys above which texts are long, and the samples of which gains are measured then
+_PAIRS = 2**17  # of queries and keys of a sample and head, beyond which fewer queries are taken
 _ENTRIES = 2**22  # scores at a time
 _WAYS = {"gain": ("q", "k", "v"), "score_gain": ("q", "k"), "value_gain": ("v",)}  # what moves
 
@@ -42,12 +46,21 @@ GAINS = Table(
 def measure_gains(
     loaded: LoadedModel,
     batches: Iterable[Batch],
-    note: Callable[[str, str, str], None] = lambda name, why, where: None,
     *,
+    samples: int = SAMPLES,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    note: Callable[[str, str, str], None] = lambda name, why, where: None,
+    remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> pd.DataFrame:
-    """Measure the gains of every head on the first samples."""
+    """Measure the gains of every head on the first samples; of long samples on fewer, and on fewer queries."""
+    batches = list(first_samples(batches, samples))
+    length, keys = longest_call(loaded, batches, device, torch.float64)
+    queries = max(QUERIES // 8, min(QUERIES, _PAIRS // keys))
+    if length > queries:
+        batches = list(first_samples(batches, samples if keys <= _LONG else _FEWEST))
+        taken = counted(sum(map(samples_of, batches)), "sample")
+        remark(f"gains: {taken}, and at most {queries} evenly spaced queries of each", "gains-thinned")
     generator = torch.Generator().manual_seed(seed)
     parts: list[dict[str, Any]] = []
     numbers, done = set(), 0
@@ -57,20 +70,26 @@ def measure_gains(
             numbers.add(call.module)
             return
         for sample in range(len(call.q)):
-            length = call.q.shape[2]  # evenly spaced queries, the last among them
-            spaced = torch.arange(length - 1, -1, -math.ceil(length / QUERIES)).flip(0)
-            columns = _gains(call.part(slice(sample, sample + 1), spaced), generator)
+            columns = _gains(call.part(slice(sample, sample + 1), spaced(call.q.shape[2], queries)), generator)
             place = {"sample": done + sample, "layer": call.layer, "head": np.arange(call.q.shape[1])}
             parts.append({**place, **columns})
 
     with running(loaded, add, device, torch.float64) as run:
-        for batch in first_samples(batches, SAMPLES):
+        for batch in batches:
             run(batch)
             done = max((int(part["sample"]) + 1 for part in parts), default=done)
     if numbers:
-        why = "scores of its attention are not products of queries and keys alone"
-        note("gains", why, ", ".join(sorted(numbers)))
+        note(
+            "gains",
+            "scores of its attention are not products of queries and keys alone",
+            ", ".join(sorted(numbers)),
+        )
     return GAINS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+
+
+def spaced(length: int, most: int = QUERIES) -> Tensor:
+    """Return at most so many evenly spaced positions, the last among them."""
+    return torch.arange(length - 1, -1, -math.ceil(length / most)).flip(0)
 
 
 def _gains(call: AttentionCall, generator: torch.Generator) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
 """What input noise does to the softmax rows of a model: secants, response, changed sets."""
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,8 +34,9 @@ from semdiag.measuring.calls.running import running
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
+from semdiag.measuring.words import counted
 from semdiag.questions.stability import NOISE, SecantsPlan, check_levels
-from semdiag.questions.stability.gains import GAINS, measure_gains
+from semdiag.questions.stability.gains import GAINS, QUERIES, measure_gains, spaced
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64
 
@@ -136,6 +136,8 @@ SECANTS = Table(
 SAMPLES = 50
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 _HEADS = 16  # assumed for external models, for the size of a pass
+_PAIRS = 2**21  # of queries and keys of a head, beyond which fewer samples are taken, but not fewer than _FEWEST
+_FEWEST = 4
 
 
 def measure_secants(
@@ -180,19 +182,29 @@ def external_secants(
     device: torch.device | str = "cpu",
     min_keys: int = 1,
     note: Callable[[str, str, str], None] = lambda name, why, where: None,
+    remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> pd.DataFrame:
-    """Measure the same as :func:`measure_secants` for an external model: noise enters behind its embedding."""
+    """Measure the same as :func:`measure_secants` for an external model: noise enters behind its embedding.
+
+    Of long samples only evenly spaced queries are compared, and fewer samples run.
+    """
     check_levels(levels)
     device = with_float64(device)
     parts: list[dict[str, Any]] = []
-    collected, reach = _Collector([], 0, min_keys), Reach()
+    collected, reach = _Collector([], 0, min_keys, thin=True), Reach()
 
     def add(call: AttentionCall) -> None:
         collected.add(call)
         reach.look(call, collected.samples)
 
     few = list(first_samples(batches, samples))
-    at_once = max(1, _SCORES // (2 * _HEADS * math.prod(longest_call(loaded, few, device, torch.float64))))
+    length, keys = longest_call(loaded, few, device, torch.float64)
+    most = max(_FEWEST, _PAIRS // (min(length, QUERIES) * keys))
+    if length > QUERIES or most < sum(map(samples_of, few)):
+        few = list(first_samples(few, most))
+        taken = counted(sum(map(samples_of, few)), "sample")
+        remark(f"noise: {taken}, and at most {QUERIES} evenly spaced queries of each", "noise-thinned")
+    at_once = max(1, _SCORES // (2 * _HEADS * length * keys))
     with running(loaded, add, device, torch.float64) as run:
         for level in levels:
             # One for each place where noise enters, so that the noise does not depend on the size of batches.
@@ -273,12 +285,15 @@ class _Collector:
     parts: list[dict[str, np.ndarray]]
     samples: int  # clean ones of the running batch
     min_keys: int
+    thin: bool = False  # whether only evenly spaced queries of long calls are compared
 
     def add(self, call: AttentionCall) -> None:
         check_rows(call, 2 * self.samples)
-        clean, noisy = scored_rows(call).halves()
+        taken = spaced(call.q.shape[2]) if self.thin else None
+        clean, noisy = scored_rows(call if taken is None else call.part(queries=taken)).halves()
         counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= self.min_keys)
         sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
+        query = query if taken is None else taken.to(query)[query.long()]
         columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
         columns |= {name: values[counted] for name, values in row_changes(clean, noisy).items()}
         self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
@@ -294,11 +309,12 @@ def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> lis
 def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     loaded, drawn = subject.model, dict[str, Any](seed=subject.seed, device=subject.device)
     how: dict[str, Any] = {"levels": plan.levels, "min_keys": prepared or 1, **drawn}
+    said: dict[str, Any] = {"note": subject.note, "remark": subject.remark}
     if loaded.external:
-        secants = external_secants(loaded, subject.batches, note=subject.note, **how)
+        secants = external_secants(loaded, subject.batches, **said, **how)
     else:
         secants = measure_secants(loaded.encoder, subject.tokens, model=loaded.path, **how)
-    gains = measure_gains(loaded, subject.batches, subject.note, **drawn)
+    gains = measure_gains(loaded, subject.batches, **drawn, **said)
     return {"secants": secants, "gains": gains}
 
 

@@ -137,6 +137,16 @@ def test_an_encoder_of_ours_is_sent_to_its_own_command(tiny_runs):
         survey([tiny_runs.full], Conditions(samples=4, plans=(KSweepPlan(rerun=True, lengths=(4,)),)))
 
 
+def test_a_report_cuts_its_lengths_from_the_samples_that_fit_into_its_minutes(model, ids):
+    loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
+    plan = KSweepPlan(seconds=1e-9, lengths=(8, 24))  # one sample fits
+    found = survey([loaded], Conditions(plans=(plan,), dtype="float64")).rerun_quarters
+    samples = found[found["mask"] == "none"].groupby("length")["sample"].nunique()
+    assert samples.to_dict() == {0: 1, 8: LENGTH // 8, 24: 1}
+    own = found[(found["mask"] == "none") & (found["length"] == 24)]
+    assert own["loss"].sum() == pytest.approx(token_losses(model, ids[:1]).sum())
+
+
 def test_a_model_of_outputs_alone_has_no_lengths(ids):
     """Nothing came of it, and nothing was said."""
     body = Causal()

@@ -37,7 +37,9 @@ document.getElementById("page").onload = (event) => {
     return { title: text(page.getElementById("head-title")), address: frame.location.hash, rows,
       numbers: Object.fromEntries(all("#numbers dd[data-number]").map((one) => [one.dataset.number, text(one)])),
       kept: all("#tokens .kept").map((one) => all("#tokens button").indexOf(one)),
-      dropped: all("#tokens .dropped").length, later: all("#tokens .later").length };
+      dropped: all("#tokens .dropped").length, later: all("#tokens .later").length,
+      groups: page.getElementById("between").hidden ? null
+        : all("#groups tr").map((row) => [...row.cells].map(text)) };
   });
   const outside = all("body *").filter((part) => !part.closest(".wide, .unseen, dialog")
     && part.getBoundingClientRect().right > WIDTH + 0.5);
@@ -210,6 +212,25 @@ def test_heads_queries_and_k_are_chosen_and_the_numbers_are_those_of_loops(in_br
     assert found["window"] == width
     assert found["content"] <= width
     assert found["outside"] == []
+
+
+def test_groups_give_one_another_what_a_capture_says(in_browser, tmp_path):
+    model, ids = Given(), torch.arange(8)[None]
+    groups = {"<b>first": [True] + 7 * [False], "rest": [False] + 7 * [True]}
+    page = semdiag.look(model, ids, tmp_path / "look.html", groups=groups)
+    steps = [(0, 1, 7, 3), (1, 2, 4, 2)]
+    found = driven(in_browser, page, steps)
+    with torch.no_grad(), semdiag.capture(model, scores=True) as calls:
+        model(ids)
+    between = calls.weight_between(groups)
+    for shown, (layer, head, *_) in zip(found["steps"], steps, strict=True):
+        assert shown["groups"][0] == ["", *groups]
+        own = between[(between["layer"] == layer) & (between["head"] == head)].set_index(["group", "to"])["weight"]
+        for name, *cells in shown["groups"][1:]:
+            assert all(same(cell, own[name, to]) for to, cell in zip(groups, cells, strict=True))
+    assert (
+        driven(in_browser, semdiag.look(model, ids, tmp_path / "look.html"), steps)["steps"][0]["groups"] is None
+    )
 
 
 def test_keys_the_square_and_the_address_choose_too_and_the_map_has_three_measures(in_browser, tmp_path):

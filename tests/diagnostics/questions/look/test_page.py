@@ -127,3 +127,10 @@ class Windows(torch.nn.Module):
     def forward(self, x):
         windows = x.view(2, 1, 3, 4)
         return torch.nn.functional.scaled_dot_product_attention(windows, windows, windows)
+
+
+@pytest.mark.parametrize("wrong", [[True, False], [0, 1, 0, 1]])
+def test_a_group_is_a_truth_value_for_each_token(wrong, encoder, tmp_path):
+    with pytest.raises(InputError, match=r"^The group image must be bool, \(\d+,\)\. Got "):
+        semdiag.look(encoder, torch.arange(6)[None], tmp_path / "look.html", groups={"image": wrong})
+    assert not list(tmp_path.iterdir())

@@ -56,13 +56,27 @@ function selectionOf(layer, head, i, k) {
     gap: !kept.length ? NaN : !dropped.length ? Infinity : Math.min(...kept.map((key) => key.z)) - Math.max(...dropped.map((key) => key.z)) };
 }
 
-// The mean weight that each key receives from the head's queries, as the model weighs them.
-function receivedOf(layer, head) {
-  if (head.received) return head.received;
-  const rows = queriesOf(layer).map((_, i) => selectionOf(layer, head, i, 1)), sums = keysOf(layer).map(() => 0);
-  for (const { row, kept, selects } of rows) for (const key of selects ? kept : row) sums[key.j] += selects ? key.alone : key.weight;
-  const some = rows.filter(({ row, kept, selects }) => (selects ? kept : row).length).length;
-  return head.received = sums.map((sum) => sum / some);
+// The mean weight that each key receives from some of the head's queries, as the model weighs them.
+function receivedOf(layer, head, queries) {
+  const sums = keysOf(layer).map(() => 0);
+  let some = 0;
+  for (const i of queries) {
+    const { row, kept, selects } = selectionOf(layer, head, i, 1), used = selects ? kept : row;
+    for (const key of used) sums[key.j] += selects ? key.alone : key.weight;
+    some += used.length > 0;
+  }
+  return sums.map((sum) => sum / some);
+}
+// What groups of tokens give one another, where the keys are the queries' tokens.
+function groups(layer, head) {
+  const names = Object.keys(data.groups), fit = layer.one && queriesOf(layer).length === data.tokens;
+  byId("between").hidden = !names.length || !fit;
+  if (byId("between").hidden) return;
+  const line = (name, cells) => { const row = element("tr"); row.append(element("th", name, "text"), ...cells); return row; };
+  byId("groups").replaceChildren(line("", names.map((name) => element("th", name))), ...names.map((name) => {
+    const received = receivedOf(layer, head, data.groups[name]);
+    return line(name, names.map((to) => element("td", percent(data.groups[to].reduce((sum, j) => sum + received[j], 0)))));
+  }));
 }
 
 // The map of the heads.
@@ -101,7 +115,8 @@ function show() {
   for (const id of ["k", "slider"]) Object.assign(byId(id), { max: keys.length, value: state.k, disabled: selection.selects });
   text(layer.one, queries, keys, selection);
   numbers(selection);
-  scores(queries, keys, selection, receivedOf(layer, head));
+  scores(queries, keys, selection, head.received ??= receivedOf(layer, head, [...queries.keys()]));
+  groups(layer, head);
   matrix(layer, head);
   try { history.replaceState(null, "", `#${state.layer}.${state.head}.${state.query}`); } catch { /* a viewer that forbids it */ }
 }
