@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,12 @@ _KINDS = {
     "bool": "bool",
     "str": "text",
 }
-_READ_AS = {kind: (kind,) for kind in ("text", "bool", "int")} | {"float": ("float", "int")}  # of a file
+_READ_AS = {
+    "text": ("text",),
+    "bool": ("bool",),
+    "int": ("int",),
+    "float": ("float", "int"),
+}  # kinds accepted for a declared kind
 _COUNT = 0, 2**31 - 1
 _RANGES: dict[str, tuple[float, float]] = {  # ranges of columns with the same meaning in every table
     **dict.fromkeys(
@@ -55,6 +61,10 @@ class Table:
 
     def empty(self) -> pd.DataFrame:
         """Return the table without rows."""
+        return self._without_rows.copy()
+
+    @cached_property
+    def _without_rows(self) -> pd.DataFrame:
         return self.of_rows([])
 
     def of_rows(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -126,10 +136,8 @@ def _kind(column: "pd.Series[Any]") -> str:
 
 def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
     """Return the rows of one model, without a copy if they are contiguous, as in joined measurements."""
-    if table.empty:
-        return table
     own = (table["model"] == model).to_numpy(bool)
-    first, count = int(own.argmax()), int(own.sum())
+    first, count = int(own.argmax()) if own.size else 0, int(own.sum())
     return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
 
 
@@ -140,7 +148,7 @@ _OLDER = {r"mass(_k\d+|_without_first)?": r"weight_kept\1", r"first_key(_k\d+)?"
 def with_new_names(table: pd.DataFrame, older: Mapping[str, str] = _OLDER) -> pd.DataFrame:
     """Return a table with the new names of columns and quantities that the version before wrote."""
     for name, new in older.items():
-        table = table.rename(columns={column: re.sub(f"^{name}$", new, str(column)) for column in table})
+        table = table.set_axis([re.sub(f"^{name}$", new, str(column)) for column in table], axis=1)
         if "quantity" in table:
             table = table.assign(quantity=table["quantity"].replace(f"^{name}$", new, regex=True))
     return table
