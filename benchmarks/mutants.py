@@ -87,20 +87,17 @@ def changed(file: Path, index: int) -> tuple[str, int]:
 
 
 def tests_of(file: Path) -> list[Path]:
-    """Return the tests with a source file's name in the room that mirrors its own, else those that name it."""
+    """Return the tests named like a source file in the room that mirrors its own, then all that import it."""
     parts = [part for part in file.relative_to(ROOT).parts if part not in ("semdiag", "semdiag_models")]
     room = Path("tests", *parts[:-1])
     while not (ROOT / room).is_dir():
         room = room.parent
-    for place in (room / f"test_{file.name}", room / file.stem):
-        if (ROOT / place).exists():
-            return [place]
-    named = [
-        test.relative_to(ROOT)
-        for test in sorted((ROOT / room).rglob("test_*.py"))
-        if re.search(rf"\b{file.stem}\b", test.read_text(encoding="utf-8"))
-    ]
-    return named or [room]
+    named = [place for place in (room / f"test_{file.name}", room / file.stem) if (ROOT / place).exists()]
+    module = ".".join(file.relative_to(ROOT).with_suffix("").parts[1:]).removesuffix(".__init__")
+    imports = re.compile(rf"from {module} import|from {module.rpartition('.')[0]} import .*\b{file.stem}\b")
+    tests = [test.relative_to(ROOT) for test in sorted((ROOT / "tests").rglob("test_*.py"))]
+    importing = [test for test in tests if imports.search((ROOT / test).read_text(encoding="utf-8"))]
+    return [*named, *(test for test in importing if not {test, *test.parents} & {*named})] or [room]
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""Nothing that a file says brings the program down: 5,000 mutated files, 216 reports, 100 command lines."""
+"""Nothing that a file says brings the program down: 5,000 mutated files, 216 reports, 104 commands; in CI half."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,10 @@ from semdiag.questions.stability.measure import SecantsPlan
 from semdiag.reporting.gate import tracked_numbers
 
 pytestmark = pytest.mark.slow
-NUMBERS, SEED = {"in process": 5000, "reports": 216, "command lines": 104}, 20261121
+SEED = 20261121
+NUMBERS = {"in process": 5000, "reports": 216, "command lines": 104}
+if not os.environ.get("SEMDIAG_EVERY_CASE"):
+    NUMBERS = {way: number // 2 for way, number in NUMBERS.items()}
 GIBIBYTE = 2**20  # in KiB
 
 

@@ -6,13 +6,14 @@ the names in a fixture. To write them anew:
     SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/capturing/test_architectures.py
 """
 
+import json
 import os
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from architectures import architectures, ready
-from recorded_softmaxes import found_in
+from recorded_softmaxes import Found, found_in
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -24,14 +25,26 @@ KERNELS = {"ConvBert": 2}  # softmaxes that make kernels of a convolution, not a
 AUDITED = {"Longformer": 2, "LED": 2, "PegasusX": 2, "Nystromformer": 4}
 
 
-@cache
-def found(name):
-    architecture = ARCHITECTURES[name]
-    return found_in(ready(architecture), architecture.run)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Call with a name: what became of its softmaxes. Processes that share the tests share what they find."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "architectures"
+    folder.mkdir(exist_ok=True)
+
+    def find(name):
+        architecture, file = ARCHITECTURES[name], folder / f"{list(ARCHITECTURES).index(name)}.json"
+        if not file.exists():
+            here = found_in(ready(architecture), architecture.run)
+            file.with_suffix(f".{os.getpid()}").write_text(json.dumps(asdict(here)), encoding="utf-8")
+            file.with_suffix(f".{os.getpid()}").rename(file)
+        return Found(**json.loads(file.read_text(encoding="utf-8")))
+
+    return find
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_no_softmax_is_wrong_or_silent(name):
+def test_no_softmax_is_wrong_or_silent(name, found):
     try:
         here = found(name)
     except (AttributeError, ValueError, ImportError) as error:
@@ -43,7 +56,7 @@ def test_no_softmax_is_wrong_or_silent(name):
     assert here.same
 
 
-def lines():
+def lines(found):
     """What the document says."""
     all_found = {name: found(name) for name in ARCHITECTURES}
     whole = [n for n, f in all_found.items() if f.captured and not f.audited]
@@ -62,7 +75,7 @@ def lines():
     yield "| false alarms | 0 |"
 
 
-def names():
+def names(found):
     """What the fixture says."""
     all_found = {name: found(name) for name in ARCHITECTURES}
     whole = sorted({n.partition(",")[0] for n, f in all_found.items() if f.captured and not f.audited})
@@ -75,8 +88,8 @@ def names():
 
 
 @pytest.mark.parametrize(("page", "said"), [("docs/support.md", lines), ("tests/fixtures/support_rows.md", names)])
-def test_the_pages_say_what_was_found_of_architectures(page, said):
-    written = "\n".join(said())
+def test_the_pages_say_what_was_found_of_architectures(page, said, found):
+    written = "\n".join(said(found))
     document = ROOT / page
     text = document.read_text("utf-8")
     start, _, rest = text.partition("<!-- architectures -->\n")

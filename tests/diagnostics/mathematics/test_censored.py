@@ -51,6 +51,16 @@ def test_the_coverage_is_that_of_all_sign_patterns(n):
     assert found.coverage >= 0.95 or rank == 1
 
 
+@pytest.mark.parametrize(
+    ("n", "more", "ends", "coverage"),
+    [(9, {}, (1, 7), 1 - 2 * (1 + 9) / 2**9), (4, {"confidence": 0.3}, (1, 2), 1 - 2 * (1 + 4) / 2**4)],
+)
+def test_the_largest_rank_that_reaches_the_confidence_is_taken(n, more, ends, coverage):
+    """By hand: with 9 draws the second from each end is enough for 95%, with 4 for 30%."""
+    found = median_interval(range(n), range(n), **more)
+    assert ((found.interval_low, found.interval_high), found.coverage) == (ends, pytest.approx(coverage))
+
+
 def test_one_draw_has_no_interval():
     found = median_interval([2.0], [2.0])
     assert (found.low, found.coverage, math.isnan(found.interval_low)) == (2.0, 0.0, True)

@@ -146,3 +146,20 @@ def test_bidiagonalisation_never_exceeds_and_soon_reaches_the_spectral_norm(seed
     assert (few <= many * (1 + 1e-12)).all()
     assert (many <= exact * (1 + 1e-12)).all()
     assert (many >= exact * (1 - 1e-6)).all()
+
+
+def test_bidiagonalisation_has_settled_where_a_step_adds_nothing():
+    matrices = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrices[2] = 0
+    start = torch.ones(3, 6, dtype=torch.float64)
+
+    def settled(steps):
+        return jacobian_spectral_norm(
+            lambda w: (matrices @ w[..., None])[..., 0],
+            lambda u: (matrices.mT @ u[..., None])[..., 0],
+            start,
+            steps,
+        ).settled.tolist()
+
+    assert settled(1) == [False, False, True]  # the third is zero
+    assert settled(12) == [True, True, True]

@@ -198,10 +198,13 @@ def test_initialisation_is_not_mixed_with_the_trained_models(many, tmp_path):
 
 
 def test_strings_from_files_are_escaped(hostile, tmp_path):
-    path, _ = write_report(Findings(hostile), tmp_path / "r", "semdiag report " + HOSTILE, formats=["svg"])
-    assert path.read_text(encoding="utf-8").count("<script") == 1  # the one of the template
-    page = Page(path)
-    assert page.all("script") == [{}]
+    parts = {"a": {"formats": ()}, "b": {"formats": ["svg"], "sections": ["separation", "learning"]}}
+    for name, part in parts.items():
+        path, _ = write_report(Findings(hostile), tmp_path / name, "semdiag report " + HOSTILE, **part)
+        assert path.read_text(encoding="utf-8").count("<script") == 1  # the one of the template
+        page = Page(path)
+        assert page.all("script") == [{}]
+    assert page.all("img")
     assert "semdiag report " + HOSTILE in page.text
     assert f"a/{HOSTILE}: layer 1, head 0, sample 0: 17 scores" in page.text
     assert f"Diverged: 17 attention scores of a/{HOSTILE} are NaN or infinite" in page.text
@@ -288,16 +291,17 @@ def test_kept_queries_redraw_the_same_report(parts, kept, four, tmp_path):
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
 
-def test_kept_queries_are_not_lost_by_a_report_without(four, tmp_path):
-    write_report(Findings(four), tmp_path / "a", "x", formats=(), keep_queries=True)
+def test_kept_queries_are_not_lost_by_a_report_without(model, tmp_path):
+    one = model("topk")
+    write_report(Findings(one), tmp_path / "a", "x", formats=(), keep_queries=True)
     with pytest.raises(InputError, match="would be lost"):
-        write_report(Findings(four), tmp_path / "a", "x", formats=())
-    assert Measurements.load(tmp_path / "a" / "data").models["model"].tolist() == four.models["model"].tolist()
-    write_report(Findings(four), tmp_path / "a", "x", formats=(), keep_queries=True)
+        write_report(Findings(one), tmp_path / "a", "x", formats=())
+    assert Measurements.load(tmp_path / "a" / "data").models["model"].tolist() == one.models["model"].tolist()
+    write_report(Findings(one), tmp_path / "a", "x", formats=(), keep_queries=True)
 
 
-def test_queries_are_kept_on_request_only(four, tmp_path):
-    write_report(Findings(four), tmp_path / "r", "x", formats=())
+def test_queries_are_kept_on_request_only(model, tmp_path):
+    write_report(Findings(model("topk")), tmp_path / "r", "x", formats=())
     assert not list(tmp_path.rglob("*.parquet"))
 
 
