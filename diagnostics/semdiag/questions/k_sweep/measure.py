@@ -150,9 +150,7 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     tokens = max(map(longest, batches)) if pieces else 1
     few, every = (sum(map(samples_of, some)) for some in (chosen, batches))
     uncut = tokens in pieces and labels is None and every == sum(map(samples_of, pieces[tokens]))
-    if uncut and [each[:2] for each in masks] == [
-        each[:2] for each in of_length[tokens]
-    ]:
+    if uncut and [each[:2] for each in masks] == [each[:2] for each in of_length[tokens]]:
         pieces = {n: cut for n, cut in pieces.items() if n != tokens}
     if few < every:  # as much of the pieces
         pieces = {n: list(first_samples(cut, max(1, few * tokens // n))) for n, cut in pieces.items()}
