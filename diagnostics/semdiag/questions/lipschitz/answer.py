@@ -184,7 +184,6 @@ def answer(findings: Findings) -> Answer:
         results[model] = json_ready(_result(findings, model) | {"verdicts": verdicts_of(judged, model)})
         name = f"{title(findings, model)}: Lipschitz estimates of the loss"
         shown += [name, NumberTable(_COLUMNS, results[model]["groups"])]
-        shown += [verdict_line(f) for f in judged if f.subject == model]
     pairs: list[Summary] = []
     for pair in findings(compared_pairs):
         ratios = records(findings(secant_ratios, pair))
@@ -192,9 +191,11 @@ def answer(findings: Findings) -> Answer:
         names = {"label": pair.label, "reference": pair.full, "other": pair.other}
         pairs.append(names | {"ratios": ratios, "verdicts": verdicts})
         shown += [f"\n{pair.label}: secants of {pair.other} over those of {pair.full}", _ratio_cells(ratios)]
+    sentences = lipschitz_sentences(findings)
     return Answer(
         measured_glance(findings, findings.measurements.loss_gradients),
-        details=lipschitz_sentences(findings),
+        details=sentences,
+        opening=sentences,
         claims=[*judged, *(f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair))],
         tables=_tables(findings),
         results=results,
