@@ -1,18 +1,20 @@
 """What choices of blocks for tiles keep on one text, and what the estimates take beside a forward pass.
 
-    python benchmarks/tile_choices.py hf:PATH [TOKENS]
+    python benchmarks/tile_choices.py hf:PATH [TOKENS [TEXTS]]
 
-Prints means over layers and heads, and for each estimate its CPU time for all layers as a share of a forward pass.
+The text is a pass key in filler text, or of a model without a language head the first of a file. Prints means over layers and heads, and for each estimate its CPU time for all layers as a share of a forward pass.
 """
 
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import semdiag
+from semdiag.capturing.inputs import TextOptions, read_batches
 from semdiag.mathematics.block_estimates import ESTIMATES
 from semdiag.questions.retrieval.measure import Maker
 
@@ -29,16 +31,20 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def main(spec: str, tokens: int = 2048) -> None:
+def main(spec: str, tokens: int = 2048, texts: str = "") -> None:
     """Measure one model."""
     model = semdiag.load(spec)
-    ids = Maker(model).text("passkey", tokens, 0.5, 0).ids[None]
+    if texts:
+        ids = read_batches(Path(texts), model, 1, TextOptions(tokens))[0]["input_ids"]
+        tokens = ids.shape[1]
+    else:
+        ids = Maker(model).text("passkey", tokens, 0.5, 0).ids[None]
     calls: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         forward = seconds(lambda: model.module(input_ids=ids))
         with semdiag.watch_attention(model.module, lambda call: calls.append((call.q[0] * call.scale, call.k[0]))):
             model.module(input_ids=ids)
-    table = semdiag.tiles(model, {"input_ids": ids}, KINDS, 256)
+    table = semdiag.tiles(model, {"input_ids": ids}, KINDS, min(256, tokens // 4))
     print(table.groupby("kind")[["keys", "weight", "exact_weight", "top_weight", "recall"]].mean().round(4))
     places = torch.arange(tokens)
     for name, estimate in ESTIMATES.items():
@@ -47,4 +53,4 @@ def main(spec: str, tokens: int = 2048) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], *map(int, sys.argv[2:3]), *sys.argv[3:])
