@@ -2,7 +2,8 @@
 
     python benchmarks/tile_choices.py hf:PATH [TOKENS [TEXTS]]
 
-The text is a pass key in filler text, or of a model without a language head the first of a file. Prints means over layers and heads, and for each estimate its CPU time for all layers as a share of a forward pass.
+The text is a pass key in filler text, or of a model without a language head the first of a file. Prints means over
+layers and heads, and for each estimate its CPU time for all layers as a share of a forward pass.
 """
 
 import sys
