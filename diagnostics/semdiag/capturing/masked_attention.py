@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -50,8 +49,7 @@ def check_memory(call: AttentionCall) -> None:
     """Refuse a mask of queries × keys that does not fit, before anything is computed."""
     entries = math.prod(call.q.shape[:3]) * call.k.shape[2]
     needed = entries * (2 + call.q.element_size())  # chosen keys, allowed keys, and the mask that is added
-    free = _free_memory(call.q.device) if needed > _LARGE else None
-    if free is not None and needed > free:
+    if needed > _LARGE and needed > (free := free_memory(call.q.device)):
         fits = int(call.q.shape[2] * math.sqrt(free / needed)) // 128 * 128
         raise InputError(
             f"A mask for {call.q.shape[2]:,} queries in {call.module or 'the model itself'} takes "
@@ -59,16 +57,20 @@ def check_memory(call: AttentionCall) -> None:
         )
 
 
-def _free_memory(device: torch.device) -> int | None:
-    """Return how many bytes are free; None if the device does not tell."""
+def free_memory(device: torch.device) -> float:
+    """Return the free memory of a device in bytes; infinite if nothing tells."""
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + held
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return None
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
+    free = [float("inf")]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        free += [] if limit == "max" else [float(limit) - float(used)]
+    except (OSError, ValueError):
+        pass
+    return min(free)
 
 
 def out_of_memory(error: Exception) -> str:

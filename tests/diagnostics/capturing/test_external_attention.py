@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from residuals import recomputation_residual
 from torch import nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.overrides import TorchFunctionMode
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.recording import TRANSFORMED
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag.measuring.calls.residual import recomputation_residual
 from semdiag_models import Encoder, InputError
 
 HEADS, HEAD_WIDTH, LENGTH = 2, 8, 7

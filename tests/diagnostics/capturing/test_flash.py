@@ -12,12 +12,12 @@ from collections import defaultdict
 import pytest
 import torch
 from packaging.version import Version
+from residuals import recomputation_residual
 
 import semdiag
 from semdiag.capturing.adapters import fused as flash
 from semdiag.capturing.adapters.fused import InterfaceCall
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.calls.residual import recomputation_residual
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 import torch
+from residuals import recomputation_residual
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.calls.residual import recomputation_residual
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 7, 8
 SEEN = pytest.mark.skipif(

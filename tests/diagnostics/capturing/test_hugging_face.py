@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
+from residuals import recomputation_residual
 
 import semdiag
 from semdiag.capturing.adapters.hugging_face import _NO_PLACE
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.calls.residual import recomputation_residual
 from semdiag_models import InputError
 
 with warnings.catch_warnings():

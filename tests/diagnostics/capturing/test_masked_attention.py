@@ -287,7 +287,7 @@ def test_a_mask_that_must_be_a_tensor_is_told_of():
 
 def test_a_mask_that_does_not_fit_is_refused_with_the_length_that_does(monkeypatch):
     monkeypatch.setattr(masked_attention, "_LARGE", 0)
-    monkeypatch.setattr(masked_attention, "_free_memory", lambda device: 100 * 2 * 2 * 6 * 200)
+    monkeypatch.setattr(masked_attention, "free_memory", lambda device: 100 * 2 * 2 * 6 * 200)
     model, x = seeded(dropout=0.5)
     with (
         pytest.raises(InputError, match=r"takes 0.0 GiB, .* are free: about 128 tokens would fit"),

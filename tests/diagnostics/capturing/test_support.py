@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from residuals import recomputation_residual
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.calls.residual import recomputation_residual
 
 DOCUMENT = Path(__file__).parents[2] / "fixtures" / "support_rows.md"
 BATCH, LENGTH, WIDTH, HEADS = 2, 9, 32, 4

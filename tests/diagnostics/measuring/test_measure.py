@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from residuals import recomputation_residual
 from torch import nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.measuring.calls.residual import recomputation_residual
 from semdiag.measuring.measure import measure
 from semdiag_models import Encoder, InputError
 

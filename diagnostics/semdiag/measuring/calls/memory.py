@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.masked_attention import free_memory
 from semdiag.measuring.calls.running import NoRoomError, in_evaluation, running
 
 _LONG = 1024  # tokens from which a run is worth an estimate
@@ -95,22 +95,6 @@ def shortened(batch: Batch, length: int, samples: int = 1) -> Batch:
     if isinstance(batch, Tensor):
         return batch[:samples, :length]
     return {n: x[:samples, :length] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in dict(batch).items()}
-
-
-def free_memory(device: torch.device) -> float:
-    """Return the free memory of a device in bytes; infinite if nothing tells."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + cached)
-    free = [float("inf")]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        free += [] if limit == "max" else [float(limit) - float(used)]
-    except (OSError, ValueError):
-        pass
-    return min(free)
 
 
 def fitting_batch(

@@ -21,14 +21,6 @@ _UNDIVIDED = 32  # largest difference of ln Σ e^z from 0, in units, where z is 
 _HALVES = torch.float16, torch.bfloat16
 
 
-class Residual(NamedTuple):
-    """Deviation of the attention's formula, recomputed on random rows, from the layer's output."""
-
-    residual: float  # largest deviation, relative to the largest output of these rows
-    over_rounding: float  # largest deviation in units of the possible effect of rounding on that output
-    rounding: float
-
-
 class _Rows(NamedTuple):
     """The formula on r rows over n keys, in the precision of the recomputation."""
 
@@ -40,13 +32,8 @@ class _Rows(NamedTuple):
     bias: Tensor | None  # (r, n)
 
 
-def recomputation_residual(call: AttentionCall, generator: torch.Generator | None = None) -> Residual:
-    """Return the deviation of the attention's formula, recomputed on random rows, from the layer's output."""
-    return Residual(*residual_numbers(call, generator or torch.Generator().manual_seed(0)).tolist())
-
-
 def residual_numbers(call: AttentionCall, generator: torch.Generator) -> Tensor:
-    """Return the numbers of a :class:`Residual` on the call's device, without waiting for it."""
+    """Return a deviation, the same over what rounding may do, and the latter; without waiting for the device."""
     if call.dropout:
         return torch.full((3,), math.nan)
     shape, numbers, there = call.q.shape[:3], call.k.shape[2] * call.k.shape[3], call.q.device.type != "cpu"

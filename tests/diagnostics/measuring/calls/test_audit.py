@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from residuals import recomputation_residual
 from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.calls.residual import recomputation_residual
 
 WIDTH, HEADS, LENGTH = 16, 4, 6
 

@@ -10,11 +10,11 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from residuals import recomputation_residual
 from torch import nn
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.calls.residual import recomputation_residual
 from semdiag.measuring.findings.findings import BLIND, Completeness, completeness
 
 SAMPLES, HEADS, LENGTH, WIDTH = 4, 4, 48, 16
