@@ -44,8 +44,8 @@ def test_a_text_is_cut_into_the_models_tokens(run_semdiag, here, text_model):
     assert labels(page) == [["[CLS]", "a", "b", "[UNK]", "c", "[SEP]"]]
     assert '"k":2' in page.read_text(encoding="utf-8")
     first, second, third = done.out.splitlines()
-    assert first == f"hf:{text_model}: 6 tokens, 4 heads in 2 layers"
-    assert re.fullmatch(r"Head \d of layer \d spans the widest range of scores: median δ .* has [\d.]+\.", second)
+    assert re.fullmatch(r"Head \d of layer \d spans the widest range of scores: median δ .* has [\d.]+\.", first)
+    assert second == f"hf:{text_model}: 6 tokens, 4 heads in 2 layers"
     assert third == f"Page: {page.relative_to(here)}"
     again = run_semdiag("look", f"hf:{text_model}", "--text", "d", "--quiet")
     assert (again.code, again.out, again.err) == (0, "", "")
@@ -71,7 +71,7 @@ def test_of_a_file_the_first_sample_is_taken(kind, run_semdiag, here, text_model
 @pytest.mark.filterwarnings("ignore")
 def test_a_cut_text_is_said_to_be_cut(run_semdiag, here, text_model):
     done = run_semdiag("look", f"hf:{text_model}", "--text", "a b c d e f", "--max-length", 5)
-    assert done.out.startswith(f"hf:{text_model}: 5 tokens")
+    assert f"\nhf:{text_model}: 5 tokens" in done.out
     assert "semdiag: The input is longer: its first 5 tokens are shown (--max-length 5)" in done.err
 
 

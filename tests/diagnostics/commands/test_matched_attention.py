@@ -60,7 +60,7 @@ def test_commands_give_numbers_or_say_that_there_are_none(command, runs, run_sem
     said = {
         "k-sweep": ["inconclusive: its mask does not rank keys by their scores."],
         "stability": [f"no ξ is known for {kind} attention" for kind in KINDS],
-        "bounds": [f"these assumptions do not hold here: a bound is known for {kind} attention" for kind in KINDS],
+        "bounds": [f"assumption not met: a bound is known for {kind} attention" for kind in KINDS],
         "mask-stability": ["does not depend on the input"]
         + [f"no certificate is known for {kind} attention" for kind in ("lsh", "routing")],
     }.get(command, [])

@@ -112,7 +112,7 @@ def naive(encoder, tokens, label):
         per_head = torch.zeros(3, c.heads, dtype=torch.float64)
 
         def after(x, i, block=block, named=named):  # what attention adds, to the block's output
-            middle = block._first_norm(x) if c.norm == "post" else x
+            middle = F.layer_norm(x, (c.width,), eps=block.attention_norm_eps) if c.norm == "post" else x
             inside = middle if c.norm == "post" else F.layer_norm(middle, (c.width,))
             hidden = block.activation(inside @ named["expand.weight"].T + named["expand.bias"])
             end = middle + hidden @ named["contract.weight"].T + named["contract.bias"]

@@ -113,8 +113,8 @@ DIFFERENT = {  # from the recipe of even-pairs in every option that full and top
 # Of the command: which attention, options of other attentions, of a text, and of the run and not of the model.
 OTHER = {
     "task", "attention", "k", "global_tokens", "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay",
-    "score_gradient", "text", "holdout_text", "tokenizer", "vocabulary", "seeds", "out", "resume", "overwrite",
-    "device", "threads", "quiet", "exact",
+    "score_gradient", "text", "holdout_text", "tokenizer", "pieces", "vocabulary", "seeds", "out", "resume",
+    "overwrite", "device", "threads", "quiet", "exact",
 }  # fmt: skip
 
 
