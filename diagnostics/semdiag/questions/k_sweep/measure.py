@@ -186,12 +186,15 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     return {"rerun": again, "rerun_quarters": QUARTERS_TABLE.of_rows(places)}
 
 
+_MASK = 0.5  # what a mask takes at most of a watched pass: 1.1 to 2.2 forwards where that takes about 4
+
+
 def _fitting(
     batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
 ) -> list[Batch]:
     """Return as many samples as can be run with this many masks in about this many seconds."""
     whole = sum(map(samples_of, batches))
-    samples = max(1, int(limit / (seconds / whole * (masks + 1))))
+    samples = max(1, int(limit / (seconds / whole * (1 + _MASK * masks))))
     if samples >= whole:
         return batches
     remark(
