@@ -136,8 +136,7 @@ SECANTS = Table(
 SAMPLES = 50
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 _HEADS = 16  # assumed for external models, for the size of a pass
-_PAIRS = 2**21  # of queries and keys of a head, beyond which fewer samples are taken, but not fewer than _FEWEST
-_FEWEST = 4
+_PAIRS, _FEWEST = 2**21, 4  # queries × keys of a head beyond which fewer samples run; samples at least
 
 
 def measure_secants(
