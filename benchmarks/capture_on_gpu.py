@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from going_on import FAILED, going_on, leave
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import semdiag
@@ -77,11 +78,10 @@ def part(name: str) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., N
     def wrapped(run: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         def tried(*arguments: Any) -> None:
             start = time.perf_counter()
-            try:
+            with going_on(name):
                 FOUND[name] = run(*arguments)
-            except Exception:
-                FOUND[name] = {"failed": traceback.format_exc()}
-                traceback.print_exc()
+            if name in FAILED:
+                FOUND[name] = {"failed": FAILED[name]}
             print(f"{name} ({time.perf_counter() - start:.1f} s): {json.dumps(FOUND[name])}", flush=True)
 
         return tried
@@ -304,6 +304,7 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         found = {"device": place, "torch": str(torch.__version__), **FOUND}
         (arguments.out / "capture_on_gpu.json").write_text(json.dumps(found, indent=1))
+    leave()
 
 
 if __name__ == "__main__":

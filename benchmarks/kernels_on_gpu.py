@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ if "cpu" in sys.argv:
 
 import torch
 import torch.nn.functional as F
+from going_on import going_on, leave
 
 from semdiag.mathematics import row_statistics as rows
 from semdiag.mathematics.kernels import row_kernels
@@ -175,15 +175,13 @@ def check(device: str, part: int = 0, parts: int = 1) -> None:
         if mask == "not finite":
             q[:, :, 2], k[:, :, 5, 1] = torch.nan, torch.inf
         call = {"scale": 0.25 if whole else width**-0.5, "top": top, "received": True} | more
-        try:
+        found = {"failed": 99.0}
+        with going_on(name):
             error = bound(q.nan_to_num(0, 0, 0), k.nan_to_num(0, 0, 0), call["scale"], call)
             want = plainly(q=q.double(), k=k.double(), **call)
             got = by_kernels(q=q.to(device), k=k.to(device), **moved(call, device))
             exact = whole and not {"bias", "softcap"} & more.keys()
             found = differences(got, want, error, exact)
-        except Exception:
-            traceback.print_exc()
-            found = {"failed": 99.0}
         large = {n: round(v, 3) for n, v in found.items() if v > 1}
         largest = max(found.items(), key=lambda item: item[1])
         FOUND[name] = {"share": largest[1], **AWAY}
@@ -281,7 +279,7 @@ def times(device: str) -> None:
     run, repeats = (by_kernels, 1) if toy else (row_statistics, 5)
     for length in (24,) if toy else (2048, 8192, 16384):
         for name, (_, heads, key_heads, *_) in [*TIMED.items()][:2] if toy else TIMED.items():
-            try:
+            with going_on(f"{length:,}, {name}"):
                 call = timed_call(name, length, device)
                 cell = {"kernels": milliseconds(lambda: run(**call), device, repeats)}  # noqa: B023
                 cell["MiB"] = peak(lambda: run(**call), device)  # noqa: B023
@@ -293,8 +291,6 @@ def times(device: str) -> None:
                     cell["plain MiB"] = peak(lambda: plainly(**call), device)  # noqa: B023
                 FOUND[f"{length}, {name}"] = cell
                 print(f"{length:,} {name}: " + ", ".join(f"{n} {v:.2f}" for n, v in cell.items()), flush=True)
-            except Exception:
-                traceback.print_exc()
     for name, tile in [] if toy else TRIED:
         try:
             call = timed_call(name, 8192, device)
@@ -360,16 +356,15 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for name, step in steps.items():
         start = time.perf_counter()
-        try:
+        with going_on(name):
             step()
-        except Exception:
-            traceback.print_exc()
         FOUND[f"seconds of {name}"] = round(time.perf_counter() - start, 1)
         (options.out / "kernels.json").write_text(json.dumps(FOUND, indent=1))
     if options.check and not options.part:
         shares = [value["share"] for value in FOUND.values() if isinstance(value, dict) and "share" in value]
         print(f"check: {sum(s > 1 for s in shares)} wrong of {len(shares)}")
     print({key: value for key, value in FOUND.items() if key.startswith("seconds")}, flush=True)
+    leave()
 
 
 if __name__ == "__main__":

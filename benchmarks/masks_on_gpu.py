@@ -9,13 +9,13 @@ import argparse
 import json
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from going_on import FAILED, going_on, leave
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,11 +106,9 @@ def check(device: str, small: bool) -> list[dict[str, Any]]:
         if time.perf_counter() - begun > LONGEST:
             print("no time for", dtype, name, rule, flush=True)
             continue
-        try:
+        with going_on(f"{name}, {dtype}, {rule}"):
             rows.append(compared(device, dtype, dict(calls(device, dtype, length))[name], rule))
             print(name, rows[-1], flush=True)
-        except Exception:
-            traceback.print_exc()
     print("FlexAttention failed:", masked_attention.FAILED or "no", flush=True)
     return rows
 
@@ -123,10 +121,8 @@ def compared(device: str, dtype: torch.dtype, call: AttentionCall, rule: Rule) -
     start = time.perf_counter()
     output, _, close = masked_attention.attended(choice, (q, k, v))
     if len(masked_attention.FAILED) > failed:
-        try:
+        with going_on(f"FlexAttention, {rule}"):  # again, for its traceback
             masked_attention.flexible(choice, (q, k, v))
-        except Exception:
-            traceback.print_exc(limit=-12)
     direction = torch.randn(output.output.shape, generator=torch.Generator().manual_seed(1)).to(device)
     (output.output * direction).sum().backward()
     seconds = time.perf_counter() - start
@@ -203,14 +199,12 @@ def clock(device: str, small: bool) -> list[dict[str, Any]]:
         }
         runs |= {"capture(k=16)": captured} if length <= 4096 else {}
         for name, run in runs.items():
-            try:
+            with going_on(f"{length} tokens, {name}"):
                 row = {"tokens": length, "what": name, **measure(run, device, 1 if small else 2)}
                 plain = row["ms"] if name == "forward" else plain
                 row["times"] = row["ms"] / plain if plain else None
                 rows.append(row)
                 print(row, flush=True)
-            except Exception:
-                traceback.print_exc()
     print("FlexAttention failed:", masked_attention.FAILED or "no", flush=True)
     return rows
 
@@ -230,12 +224,12 @@ def main() -> None:
     print(found, flush=True)
     for name, part in (("check", check), ("time", clock)):
         if vars(options)[name]:
-            try:
+            with going_on(name):
                 found[name] = part(options.device, small)
-            except Exception:
-                traceback.print_exc()
+    found["failures"] = FAILED
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "masks_on_gpu.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    leave()
 
 
 if __name__ == "__main__":
