@@ -72,8 +72,9 @@ def cost(findings: Findings) -> Figure:
     figure.finding = ". ".join(" ".join(ax.get_title(loc="left").split()) for ax in axes)
     note_below(
         figure,
-        "Points: means; bands: 95% intervals over texts, or chunks of few texts. Hollow points lie below the axis. "
-        "Shaded: changes that count as none. A share is of the keys of all queries together, those with few keys included.",
+        "Points: means; bands: 95% intervals over texts, or chunks of few texts. Hollow points lie below the "
+        "axis. Shaded: changes that count as none. A share is of the keys of all queries together, those with few "
+        "keys included.",
     )
     return figure
 
