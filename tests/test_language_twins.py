@@ -57,11 +57,11 @@ def test_the_difference_is_paired_by_seed_and_a_diverged_seed_leaves(tmp_path):
 
 
 def test_a_title_says_which_mask_ends_where_and_fits(tmp_path):
-    """Means over seeds at the last step: 1.5, 2.5 and 2 where another step and another seed would say otherwise."""
+    """Means over seeds at the last step, 1.5, 2.5 and 2: another step or one seed would say otherwise."""
     ends = {"full": (1.0, 2.0), "topk-8": (4.0, 1.0), "window-8": (0.5, 3.5)}
     for mask, losses in ends.items():
         for seed, loss in zip(language.SEEDS, losses, strict=False):
-            columns = dict.fromkeys(language_figure.PANELS, [0.1, 9.0 - loss, loss])
+            columns = {name: [0.1, 9.0 - loss, loss] for name in language_figure.PANELS}
             table = pd.DataFrame({"step": [0, 200, 300], "bytes": [0, 10, 20], **columns})
             table.to_csv(language.record(tmp_path, mask, seed), index=False)
     figure = language_figure.figure(tmp_path)

@@ -48,7 +48,7 @@ from semdiag.questions.dispersion.answer import (
     "Ratio of the dispersion of sparse models to that of full attention per layer, median and 95th percentile, "
     "with 95% intervals and a line at 1: {shown}.",
     "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ. If a bar, a 95% "
-    "interval from resampling whole sequences, crosses 1, these inputs do not settle the question.",
+    "interval from resampling whole sequences, crosses 1, the layer is inconclusive.",
 )
 def dispersion_ratio(findings: Findings) -> Figure:
     """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
@@ -76,8 +76,8 @@ def dispersion_ratio(findings: Findings) -> Figure:
             ax.set_ylabel("δ of sparse / δ of full attention")
     return finished(
         figure,
-        "bars: 95% intervals, whole sequences resampled; counted where the whole bar is below 1: more focused than "
-        "full attention",
+        "bars: 95% intervals, whole sequences resampled; a layer counts if its whole bar is below 1: more focused "
+        "than full attention",
     )
 
 
