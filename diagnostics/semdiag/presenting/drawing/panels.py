@@ -18,6 +18,8 @@ from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
 from semdiag.measuring.words import significant
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
+    HATCH,
+    MISSING,
     AttentionStyle,
     attention_style,
     lightened,
@@ -145,7 +147,7 @@ def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
 # (lower percentile, upper percentile, share of the full width, share of white), drawn from the outside in.
 _BOXES = (("p1", "p99", 0.25, 0.75), ("p5", "p95", 0.5, 0.55), ("p10", "p90", 0.75, 0.3), ("p25", "p75", 1.0, 0.0))
 _DISTINCT = 0.06  # inches of a box; of a narrower one colour alone tells the parts
-READING = "boxes from the inside out: 25–75, 10–90, 5–95, 1–99% of the queries; white line: median"
+READING = "boxes from the inside out: 25–75, 10–90, 5–95, 1–99% of the queries; line: median"
 
 
 def draw_letter_values(
@@ -253,7 +255,7 @@ CELLS = "Blues"  # one hue: grey and hatches mean that nothing was measured
 
 def hatch_missing(ax: Axes) -> None:
     """Hatch the cells that are not finite."""
-    ax.patch.set(facecolor="#f2f2f2", edgecolor="#bbbbbb", hatch="////")
+    ax.patch.set(facecolor=MISSING, edgecolor=HATCH, hatch="////")
     ax.grid(visible=False)
 
 

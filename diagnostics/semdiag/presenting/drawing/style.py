@@ -38,6 +38,7 @@ _RED, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = (_COLORBLIND[i] for i in (3, 5, 6, 7
 # Text in these has a contrast of 4.5 : 1 on white.
 _FULL, _TOPK, _SHARED, _WINDOW, _BLOCKS, _RANDOM = "#3d3d3d", "#c2570c", "#0b66b3", "#00795a", "#7b4f9e", "#767676"
 INK, FAINT, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
+MISSING, HATCH = "#f2f2f2", "#bbbbbb"  # of what was not measured
 _SMALL = 9.0  # points: 12 pixels of a page
 _LETTERS_PER_INCH = 17.5  # of 7-point text
 _FEW_LETTERS = 8  # of the numbers beside an axis: names take room of their own
@@ -213,8 +214,9 @@ def panel_inches(ax: Axes) -> float:
     """Return roughly the width of a panel in inches, without its labels."""
     place = ax.get_subplotspec()
     columns = 1 if place is None else place.get_gridspec().ncols
-    names = max(len(label.get_text()) for each in ax.figure.axes for label in each.get_yticklabels() or [Text()])
-    room = page_width() - max(0, names - _FEW_LETTERS) * 9 / 7 / _LETTERS_PER_INCH
+    labels = [label.get_text() for each in ax.figure.axes for label in each.get_yticklabels()]
+    letters = max((len(text) for text in labels if "$" not in text), default=0)  # powers of ten are short
+    room = page_width() - max(0, letters - _FEW_LETTERS) * 9 / 7 / _LETTERS_PER_INCH
     return room / columns - (1.0 if _STACKED.get() else 0.55)
 
 
@@ -352,17 +354,21 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     return files
 
 
-# In dark mode these become: the ground, inks and grid, and the kinds' colours, of which text is legible.
+# In dark mode these become: the ground, inks, grid and hatches, and the kinds' colours, of which text is legible.
 _DARK = {
     "#ffffff": "#17191b", INK: "#e7e8ea", FAINT: "#a4abb2", "#000000": "#e7e8ea", _GRID: "#33373b",
     _FULL: "#d0d3d6", _TOPK: "#f08a3c", _SHARED: "#6cb4f0", _WINDOW: "#4cc79a", _BLOCKS: "#bd95de",
-    _RANDOM: "#9aa0a6",
+    _RANDOM: "#9aa0a6", MISSING: "#1f2225", HATCH: "#4a4f54",
 }  # fmt: skip
-_RULES = "".join(
-    f'{tag}[style*="{of}: {light}"]{{{of}:{dark}!important}}'
-    for light, dark in _DARK.items()
-    for tag, of in (("path", "fill"), ("path", "stroke"), ("use", "fill"), ("use", "stroke"), ("text", "fill"))
-    if (light != "#ffffff" or (tag, of) == ("path", "fill")) and (light != "#000000" or tag == "text")
+_RULES = (
+    "".join(
+        f'{tag}[style*="{of}: {light}"]{{{of}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for tag in ("path", "use", "text", "tspan")
+        for of in (("fill",) if tag.startswith("t") else ("fill", "stroke"))
+        if light != ("#ffffff" if tag.startswith("t") else "#000000")  # white text lies on dark cells
+    )
+    + f'rect[fill="{MISSING}"]{{fill:{_DARK[MISSING]}}}'
 )
 
 
