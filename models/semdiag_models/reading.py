@@ -1,5 +1,7 @@
 """Files: atomic writing, safe text for terminals and spreadsheets, reading of regular files of limited size."""
 
+import csv
+import io
 import json
 import os
 import re
@@ -69,6 +71,14 @@ def csv_cell(text: str) -> str:
 def from_csv_cell(cell: str) -> str:
     """Undo :func:`csv_cell`; control characters stay escapes."""
     return cell[1:] if cell.startswith("'") and _COMPUTED.match(cell[1:]) else cell
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
+    """Write rows as a CSV file, whole or not at all."""
+    table = io.StringIO()
+    cells = ([csv_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    csv.writer(table, lineterminator="\n").writerows(cells)
+    write_text(path, table.getvalue())
 
 
 class InputError(ValueError):

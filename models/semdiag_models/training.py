@@ -245,6 +245,7 @@ class Trainer:
         self.encoder.scale_queries_and_keys(training.query_key_scale)
         self.optimizer = make_optimizer(self.encoder, training, device)
         self.lock: RunLock | None = None  # lock of the run's folder, if it has one
+        self.rng = random_state(device)  # states of the generators from which training continues
         self.epoch = 0
         self.history: dict[str, list[float]] = {name: [] for name in HISTORY_COLUMNS}
 
@@ -285,6 +286,7 @@ class Trainer:
             }
         try:
             restore_random_state(saved.rng)
+            self.rng = random_state(self.device)
         except (RuntimeError, TypeError) as error:
             raise InputError(f"its random state is damaged ({error}).") from None
 
