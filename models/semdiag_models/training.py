@@ -3,8 +3,7 @@
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,20 +48,6 @@ def restore_random_state(states: RandomState) -> None:
 # --- steps
 
 
-@contextmanager
-def _product_precision(precision: str) -> Iterator[None]:
-    """Allow TF32 in matrix products, forward and backward, if the precision says so; restored on leaving."""
-    if precision != "tf32":  # some versions of torch warn even on reading
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class Steps:
     """Training steps of one encoder, or of several of one configuration at once, whose parameters are stacked.
 
@@ -85,9 +70,9 @@ class Steps:
         self._rate = torch.zeros((), dtype=dtype, device=self._device)
         self._totals = torch.zeros(2, self._count, dtype=dtype, device=self._device)  # losses, right answers
         self._graph: torch.cuda.CUDAGraph | None = None
-        clustered = ATTENTIONS[first.config.attention].keeps == "clustered"  # keys are counted on the CPU
-        self._captures = self._device.type == "cuda" and not clustered
         c = self._encoder.config
+        clustered = ATTENTIONS[c.attention].keeps == "clustered"  # keys are counted on the CPU
+        self._captures = self._device.type == "cuda" and not clustered
         self._frozen: list[tuple[Tensor, Any, Tensor]] = []  # parameters, their frozen rows, what stands there
         for i in range(c.blocks if "qk" in self._training.frozen else 0):
             rows, qkv = slice(2 * c.heads * c.head_width), self._encoder.attention(i).qkv
@@ -107,28 +92,28 @@ class Steps:
         order = orders[0][None] if self._count == 1 else torch.stack(orders)
         self._encoder.train()
         self._rate.fill_(rate)
-        with _product_precision(self._training.precision):
-            if self._captures and self._graph is None and size <= n:
-                self._capture(size)
-            self._totals.zero_()
-            for batch in torch.split(order, size, 1):
-                if self._graph is not None and batch.shape[1] == size:
-                    self._batch.copy_(batch)
-                    self._graph.replay()
-                else:
-                    self._step(batch)
-                for trainer in self.trainers:
-                    after_batch(trainer)
+        if self._captures and self._graph is None and size <= n:
+            self._capture(size)
+        self._totals.zero_()
+        for batch in torch.split(order, size, 1):
+            if self._graph is not None and batch.shape[1] == size:
+                self._batch.copy_(batch)
+                self._graph.replay()
+            else:
+                self._step(batch)
+            for trainer in self.trainers:
+                after_batch(trainer)
+        for name, parameter in self._encoder.named_parameters() if self._count > 1 else ():
+            for trainer, value in zip(self.trainers, parameter.detach(), strict=True):
+                trainer.encoder.get_parameter(name).data.copy_(value)
         losses, right = self._totals.tolist()  # the only wait for the device in an epoch
         return [(loss / n, hits / n) for loss, hits in zip(losses, right, strict=True)]
 
     def _step(self, batch: Tensor) -> None:
         """Make one step on samples (G, b) of the data; nothing here may wait for the device."""
         tokens, labels = self._tokens[batch.flatten()], self._labels[batch.flatten()]
-        bf16 = self._training.precision == "bf16"  # the cache of converted weights would outlive a step in a graph
-        with torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False) if bf16 else nullcontext():
-            logits = self._forward(tokens, self.padded)
-            losses = F.cross_entropy(logits, labels, reduction="none").view(batch.shape)
+        logits = self._forward(tokens, self.padded)
+        losses = F.cross_entropy(logits, labels, reduction="none").view(batch.shape)
         for parameter in self._parameters:
             parameter.grad = None
         losses.mean(1).sum().backward()  # type: ignore[no-untyped-call]
@@ -186,14 +171,6 @@ class Steps:
             self._step(self._batch)
         torch.cuda.set_rng_state(drawn, self._device)
 
-    @torch.no_grad()
-    def store(self) -> None:
-        """Copy the parameters of several encoders back to their trainers."""
-        if self._count > 1:
-            for name, parameter in self._encoder.named_parameters():
-                for trainer, value in zip(self.trainers, parameter, strict=True):
-                    trainer.encoder.get_parameter(name).copy_(value)
-
 
 # --- the trainer
 
@@ -233,8 +210,10 @@ class Trainer:
             )
         if model.length < training.length:
             raise InputError(f"The model has {model.length} positions, too few for length {training.length}.")
-        if training.precision == "tf32" and device.type != "cuda":
-            raise InputError(f"tf32 is a precision of CUDA devices, not of {device.type}. Use float32 or bf16.")
+        if training.precision != "float32":
+            raise InputError(
+                f"Training is in float32. Only versions up to 0.7 continue a run in {training.precision}."
+            )
         require_memory(training_memory(model, training, device.type == "cpu"), "Training this model", largest=1)
         train, holdout = draw_data(training, model.length, model.pad_id)
         self.train_split = Split(*(t.to(device) for t in train))
@@ -270,20 +249,15 @@ class Trainer:
         self.encoder.load_state_dict(saved.state)
         self.epoch, self.history = saved.epoch, saved.history
         parameters, state = dict(self.encoder.named_parameters()), saved.optimizer_state
+        if state and (self.optimizer is None or state.keys() != parameters.keys()):
+            raise InputError("the optimiser's state does not fit the model's parameters.")
+        scalars = self.device if self.device.type == "cuda" else "cpu"  # where the number of steps is kept
         for name, values in state.items():
-            parameter = parameters.get(name)
+            parameter, own = parameters[name], self.optimizer.state[parameters[name]]  # type: ignore[union-attr]
             for quantity, value in values.items():
-                fits = parameter is not None and value.shape in (parameter.shape, torch.Size([]))
-                if not fits or not value.is_floating_point() or self.optimizer is None:
+                if value.shape not in (parameter.shape, torch.Size([])) or not value.is_floating_point():
                     raise InputError(f"the optimiser's {quantity!r} of {name!r} does not fit the model.")
-        if state and state.keys() != parameters.keys():
-            raise InputError("the optimiser's state does not cover all parameters of the model.")
-        for name, values in state.items():
-            assert self.optimizer is not None  # checked above
-            self.optimizer.state[parameters[name]] = {  # except on CUDA it keeps the number of steps on the CPU
-                quantity: value.to(self.device if value.ndim or self.device.type == "cuda" else "cpu", copy=True)
-                for quantity, value in values.items()
-            }
+                own[quantity] = value.to(self.device if value.ndim else scalars, copy=True)
         try:
             restore_random_state(saved.rng)
             self.rng = random_state(self.device)
@@ -329,10 +303,9 @@ class Trainer:
         holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
         self.check_loss(train_loss + holdout_loss)  # the last step may have diverged
         best = holdout_accuracy > max(self.history["holdout_accuracy"], default=-math.inf)
-        learning_rate = self.learning_rate
+        rate, seconds = self.learning_rate, time.perf_counter() - start
         self.epoch += 1
-        seconds = time.perf_counter() - start
-        values = self.epoch, learning_rate, train_loss, train_accuracy, holdout_loss, holdout_accuracy, seconds
+        values = self.epoch, rate, train_loss, train_accuracy, holdout_loss, holdout_accuracy, seconds
         row = dict(zip(HISTORY_COLUMNS, values, strict=True))
         for name, value in row.items():
             self.history[name].append(value)
@@ -368,10 +341,8 @@ def stackable(trainers: Sequence[Trainer]) -> bool:
     """Return whether runs can share their steps: on CUDA, with plain SGD, and equal in all but their seeds."""
     first = trainers[0]
     alike = {(t.config, t.epoch, replace(t.training, seed=0, query_key_scale=1.0)) for t in trainers}
-    clustered = ATTENTIONS[first.config.attention].keeps == "clustered"
-    return len(trainers) > 1 and first.device.type == "cuda" and len(alike) == 1 and not clustered and (
-        first.optimizer is None
-    )  # fmt: skip
+    plain = first.optimizer is None and ATTENTIONS[first.config.attention].keeps != "clustered"
+    return len(trainers) > 1 and first.device.type == "cuda" and len(alike) == 1 and plain
 
 
 def train_together(
@@ -390,7 +361,6 @@ def train_together(
             steps = Steps(group)
         set_learning_rate(group[0].optimizer, group[0].learning_rate)
         found = steps.epoch(group[0].learning_rate, after_batch)
-        steps.store()
         start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
         for trainer, (loss, accuracy) in zip(group, found, strict=True):
             began = time.perf_counter()
@@ -426,10 +396,7 @@ def make_optimizer(
 def set_learning_rate(optimizer: torch.optim.Optimizer | None, rate: float) -> None:
     """Set the step size of all parameters."""
     for group in [] if optimizer is None else optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:

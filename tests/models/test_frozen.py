@@ -19,11 +19,7 @@ OPTIMIZERS = {
     "sgd that decays": {"optimizer": "sgd", "weight_decay": 0.1},
     "adam that decays": {"optimizer": "adam", "learning_rate": 0.01, "weight_decay": 0.1},
     "adamw": {"optimizer": "adamw", "learning_rate": 0.01, "weight_decay": 0.1},
-    "bf16, by torch": {"precision": "bf16"},
-    "bf16, adam that decays": {
-        "precision": "bf16", "optimizer": "adam", "learning_rate": 0.01, "weight_decay": 0.1
-    },
-}  # fmt: skip
+}
 
 
 def parted(encoder):

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from semdiag_models.config import ListOpsTrees
-from semdiag_models.reading import InputError
+from semdiag_models.reading import refuse
 
 Samples = tuple[Tensor, Tensor]  # tokens (n, length) int64 and labels (n,) int64
 Integers = NDArray[np.int64]
@@ -194,13 +194,9 @@ class TreeWriter:
         table.sort(axis=1)
         everyone, count = np.arange(len(table)), present.sum(1)
         low, high = table[everyone, (count - 1) // 2], table[everyone, count // 2]
-        results = (
-            table[:, 0],
-            table[everyone, count - 1],
-            (low + high) // 2,
-            np.where(table < 10, table, 0).sum(1) % 10,
-        )
-        values[~leaf] = np.choose(operator, results)  # MIN, MAX, MED, SM
+        total = np.where(table < 10, table, 0).sum(1)
+        results = table[:, 0], table[everyone, count - 1], (low + high) // 2, total % 10  # MIN, MAX, MED, SM
+        values[~leaf] = np.choose(operator, results)
         return values
 
     def _draw_argument_lengths(self, depth: int, length: Integers) -> Integers:
@@ -243,12 +239,9 @@ def list_operations(trees: ListOpsTrees, n: int, length: int, generator: Generat
     rng = numpy_generator(generator)
     writer = TreeWriter(trees, rng)
     share = writer.length_laws[1] * (np.arange(trees.longest + 1) >= trees.shortest)
-    described = (
-        f"listops with {trees.shortest} to {trees.longest} tokens, depth at most {trees.max_depth} "
-        f"and {trees.min_arity} to {trees.max_arity} arguments"
-    )
-    if not share.any():
-        raise InputError(f"{described} has no string.")
+    sizes = f"{trees.shortest} to {trees.longest} tokens, depth at most {trees.max_depth}"
+    described = f"listops with {sizes} and {trees.min_arity} to {trees.max_arity} arguments"
+    refuse(not share.any(), f"{described} has no string.")
     found: dict[bytes, tuple[Integers, int]] = {}  # trees with their values, in the order drawn
     fruitless = 0
     while len(found) < n:
@@ -257,7 +250,7 @@ def list_operations(trees: ListOpsTrees, n: int, length: int, generator: Generat
         for tokens, value in zip(*writer.write(lengths, length), strict=True):
             found.setdefault(tokens.tobytes(), (tokens, value))
         fruitless = fruitless + 1 if len(found) == before else 0
-        if fruitless == FRUITLESS_ROUNDS:
-            raise InputError(f"{described} gave {len(found)} different strings only, not n={n}.")
+        few = fruitless == FRUITLESS_ROUNDS
+        refuse(few, f"{described} gave {len(found)} different strings only, not n={n}.")
     rows, values = zip(*list(found.values())[:n], strict=True)
     return torch.from_numpy(np.stack(rows)), torch.from_numpy(np.array(values))

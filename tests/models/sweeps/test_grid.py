@@ -73,7 +73,8 @@ def test_a_text_stands_beside_the_file(sweep, story, tmp_path):
     [
         (
             "k = 50\n",
-            "full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh and routing do. Got k=50.",
+            "full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh and routing do. "
+            "Got k=50.",
         ),
         (
             '[grid]\nattention = [{attention = "topk", k = [5, 50]}]\n',
