@@ -11,6 +11,10 @@ _LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
 _LONGEST_NAME = 300  # largest number of characters of a member's or a global's name
 _DEEPEST = 50  # largest number of levels of nested containers
 _SAVE_AGAIN = "A file of torch before 1.6 can be saved again: torch.save(torch.load(OLD, weights_only=True), NEW)"
+_WIDTHS = {  # bytes per element, by the start of the storage's class name
+    "ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "BFloat16": 2, "Float": 4, "Int": 4, "Half": 2,
+    "Short": 2,
+}  # fmt: skip
 
 
 def damaged(reason: str) -> InputError:
@@ -109,12 +113,6 @@ def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes:
     value = tuple(value for _, value in taken) if opcode.name.startswith("TUPLE") else argument
     for _ in opcode.stack_after:
         stack.append((depth, value))
-
-
-_WIDTHS = {  # bytes per element, by the start of the storage's class name
-    "ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "BFloat16": 2, "Float": 4, "Int": 4, "Half": 2,
-    "Short": 2,
-}  # fmt: skip
 
 
 def code_in(file: BinaryIO) -> str | None:

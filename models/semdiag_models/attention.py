@@ -30,9 +30,6 @@ def _per_strip(device: torch.device, entries: int) -> int:
     return max(1, _STRIP * (1 if device.type == "cpu" else _LARGER) // entries)
 
 
-# --- keys by their scores
-
-
 @torch.no_grad()
 def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sign: int = 1) -> Tensor:
     """Select the k keys with the largest scores; with a sign of -1, the smallest."""
@@ -71,9 +68,6 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.topk(k, -1)
 
 
-# --- keys by their positions
-
-
 def band(length: int, k: int) -> Tensor:
     """Return the k consecutive keys with (k - 1) // 2 left of each query, shifted inward at the ends: (L, K)."""
     start = (torch.arange(length) - (k - 1) // 2).clamp(0, length - min(k, length))
@@ -110,9 +104,6 @@ def _around(pattern: Any, length: int, k: int, first: int, last: int, apart: boo
     return F.pad(torch.cat([front, near, back], 1), (0, 0, first, last), value=-1).to(device)
 
 
-# --- keys drawn at random
-
-
 @torch.no_grad()
 def random(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", anew: bool = False) -> Tensor:
     """Select k keys drawn for each block, head and query: once, or anew at every forward pass."""
@@ -139,9 +130,6 @@ def random_priorities(seed: int, blocks: int, heads: int, length: int, device: t
     size = (heads, length, length)
     drawn = [torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") for _ in range(blocks)]
     return torch.stack([each.argsort(dim=-1, stable=True).to(device, torch.int32) for each in drawn])
-
-
-# --- keys by hashes
 
 
 @torch.no_grad()
@@ -199,9 +187,6 @@ def distinct(positions: Tensor) -> Tensor:
     return ordered.masked_fill(ordered == none, -1)[..., : positions.shape[2]]
 
 
-# --- keys by clusters
-
-
 @torch.no_grad()
 def routing(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
     """Select the keys in each query's clusters; in training the centroids then follow queries and keys."""
@@ -250,9 +235,6 @@ def first_centroids(seed: int, layer: int, shape: tuple[int, int, int]) -> Tenso
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn((layer + 1, *shape), generator=generator, dtype=torch.float64, device="cpu")[layer]
     return F.normalize(drawn, dim=-1).to(torch.get_default_dtype())
-
-
-# --- the table
 
 
 @dataclass(frozen=True)
@@ -314,9 +296,6 @@ LOCAL = tuple(name for name, kind in ATTENTIONS.items() if "global_tokens" in ki
 DRAWN = tuple(name for name, kind in ATTENTIONS.items() if "selection_seed" in kind.options)
 
 
-# --- dropout
-
-
 def dropped_positions(n: int, p: float) -> Tensor:
     """Return the indices, among n, at which independent coins with probability p drop."""
     # numpy draws the gaps between them in a third of torch's time; torch's generator seeds it
@@ -350,9 +329,6 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _Dropout.forward(ctx, grad, ctx.p, ctx.drops), None, None
-
-
-# --- attention over all keys, and over selected ones of short inputs, by matrices
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
@@ -434,9 +410,6 @@ def _weights(q: Tensor, k: Tensor, scale: float, out: Tensor | None, empty: bool
         scores.masked_fill_(out, float("-inf"))
     weights = torch.softmax(scores, -1)
     return weights.nan_to_num_(0.0) if empty else weights
-
-
-# --- attention over selected keys
 
 
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, dropout: float) -> Tensor:

@@ -18,6 +18,8 @@ from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
 from semdiag_models.reading import InputError, layers, open_file, refuse, require_memory, write_bytes
 
+FORMAT = "semdiag/1"
+
 
 def check_plain(content: Any) -> None:
     """Refuse tensors that are not plain dense memory, and containers that cannot be traversed."""
@@ -30,9 +32,6 @@ def check_plain(content: Any) -> None:
         }
         for kind, found in odd.items():
             refuse(found, f"holds a {kind} tensor; only plain ones are read: tensor.to_dense().")
-
-
-FORMAT = "semdiag/1"
 
 
 @dataclass

@@ -29,6 +29,10 @@ POOLINGS = "mean", "cls"  # of all tokens that are not PAD; the output of a lear
 OPTIMIZERS = "sgd", "adam", "adamw"  # plain, without momentum, as in the paper; betas 0.9 and 0.999
 PRECISIONS = "float32", "tf32", "bf16"  # versions up to 0.7 could also train in the others
 FROZEN = ("qk",)  # query and key projections, W_q and W_k, with their biases
+_IN_THE_LABEL = {
+    "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "",
+    "clusters": "clusters-", "centroid_decay": "decay-", "score_gradient": "", "cls_as_key": "cls-no-key",
+}  # fmt: skip
 
 
 def option(panel: str, default: Any, words: str, within: str = "", known: Iterable[str] = (), **more: str) -> Any:
@@ -119,12 +123,6 @@ class Recipe:
     batch_size: int = 25
     train_samples: int = 5000
     holdout_samples: int = 2000
-
-
-_IN_THE_LABEL = {
-    "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "",
-    "clusters": "clusters-", "centroid_decay": "decay-", "score_gradient": "", "cls_as_key": "cls-no-key",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

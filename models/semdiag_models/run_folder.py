@@ -132,9 +132,6 @@ def open_seed_runs(
     return opened
 
 
-# --- training in folders
-
-
 def train_run(
     folder: Path,
     trainer: Trainer,

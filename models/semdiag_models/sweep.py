@@ -8,7 +8,7 @@ import shlex
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import chain, islice, product
 from pathlib import Path
@@ -21,6 +21,7 @@ from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingCon
 from semdiag_models.reading import (
     LARGEST_JSON,
     InputError,
+    counted,
     open_file,
     read_bytes,
     read_json,
@@ -39,6 +40,13 @@ MOST_RUNS = 100_000  # largest number of runs of one file
 _MOST_PROBLEMS = 20  # largest number of problems that are told
 _LISTS = ("snapshots", "frozen")  # keys whose values are lists that do not multiply the runs
 _CONTINUABLE = ("epochs", "until", "snapshots")  # fields that may differ when a run continues
+_IN_THE_NAME = (
+    "task", "length", "attention", "k", "global_tokens", "seed", "selection_seed", "text", "listops",
+    "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient", *_CONTINUABLE,
+)  # fmt: skip
+_LONGEST_NAME = 90  # without the hash; longer names are cut
+SCHEMA = "semdiag.run/1"
+RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records of a finished study
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,6 @@ class _TextFile(Record):
 _HIDDEN = ("vocabulary_size", "classes", "listops", "cls_as_key")  # fields that users cannot set
 _RECORDS: tuple[Any, ...] = (ListOpsTrees, TrainingConfig, ModelConfig, _TextFile)  # the last that has a field
 _FIELDS = {f.name: f for record in _RECORDS for f in fields(record) if f.name not in _HIDDEN}
-
-
-# --- a file's runs
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,8 @@ def read_sweep(path: Path) -> list[SweepRun]:
             refuse(runs.setdefault(run.name, run) != run, f"{run.name}: {two}")
         except InputError as error:
             problems[str(error)] = None
-    if problems:
-        counted = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        told = " ".join([*problems][:_MOST_PROBLEMS])
-        raise InputError(f"{path} has {counted}; nothing was run. {told}")
+    told = " ".join([*problems][:_MOST_PROBLEMS])
+    refuse(bool(problems), f"{path} has {counted(len(problems), 'problem')}; nothing was run. {told}")
     return list(runs.values())
 
 
@@ -121,8 +124,7 @@ def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text
         if key not in _FIELDS:
             raise unknown_name("key", key, _FIELDS)
         check_type(_FIELDS[key], value)
-    if "task" not in values:
-        raise InputError('A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
+    refuse("task" not in values, 'A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
     name = values.pop("task")
     text, trees = (
         {f.name: values.pop(f.name) for f in fields(record) if f.name in values}
@@ -130,8 +132,8 @@ def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text
     )
     task = texts(values.get("length"), _TextFile(**text)) if name == Text.name else find_task(name)
     for extra, home in ((text, Text.name), (trees, "listops")):
-        if extra and task.name != home:
-            raise InputError(f"{next(iter(extra))} belongs to the task {home}. Got task {name!r}.")
+        odd = bool(extra) and task.name != home
+        refuse(odd, f"{next(iter(extra), '')} belongs to the task {home}. Got task {name!r}.")
     law = ListOpsTrees(**trees) if trees else None
     if law is not None:
         task = listops(law)
@@ -145,8 +147,7 @@ def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text
 
 
 def _open_text(folder: Path, window: int | None, source: _TextFile) -> Text:
-    if not source.text:
-        raise InputError('The task text needs a file: text = "FILE", beside the sweep\'s own file.')
+    refuse(not source.text, 'The task text needs a file: text = "FILE", beside the sweep\'s own file.')
     holdout = None if source.holdout_text is None else folder / source.holdout_text
     return Text(open_text(folder / source.text, holdout, source.tokenizer, source.vocabulary), window)
 
@@ -155,16 +156,6 @@ def _open_text(folder: Path, window: int | None, source: _TextFile) -> Text:
 def _draw_one(task: Task, length: int) -> None:
     """Refuse a length of which a task has no string."""
     task.draw(1, 1, length, torch.Generator().manual_seed(0))
-
-
-# --- a run's name
-
-
-_IN_THE_NAME = (
-    "task", "length", "attention", "k", "global_tokens", "seed", "selection_seed", "text", "listops",
-    "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient", *_CONTINUABLE,
-)  # fmt: skip
-_LONGEST_NAME = 90  # without the hash; longer names are cut
 
 
 def identity(model: ModelConfig, training: TrainingConfig) -> str:
@@ -205,9 +196,6 @@ def name_run(model: ModelConfig, training: TrainingConfig) -> str:
             break
         readable += f"-{word}"
     return f"{readable}-{identity(model, training)}"
-
-
-# --- training in a process
 
 
 class Order(NamedTuple):
@@ -309,13 +297,6 @@ def epochs_so_far(folder: Path) -> int:
         return 0
 
 
-# --- records of finished runs
-
-
-SCHEMA = "semdiag.run/1"
-RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records of a finished study
-
-
 def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
     """Write a finished run's record, ``NAME.json``; a history has seven digits, as float32 has no more."""
     facts = {k: _without_folders(v) if k == "command" else v for k, v in saved.provenance.items()}
@@ -342,32 +323,30 @@ def read_packed(folder: Path) -> dict[str, dict[str, Any]]:
     paths = folder / RUNS, folder / HISTORIES
     if not all(path.exists() for path in paths):
         return {}
-    return _kept_tables(*paths, *(path.stat().st_mtime_ns for path in paths))
+    return read_tables(*paths, *(path.stat().st_mtime_ns for path in paths))
 
 
+@lru_cache(maxsize=4)
 def read_tables(runs: Path, histories: Path, *stamps: int) -> dict[str, dict[str, Any]]:
-    """Return the records in two tables by run."""
+    """Return the records in two tables by run; kept until a stamp changes."""
     import pandas as pd
 
-    tables = []
-    for path in (runs, histories):
-        with open_file(path, LARGEST_JSON) as file:
-            try:
-                tables.append(pd.read_parquet(file))
-            except Exception as error:  # on damaged files the library raises anything
-                raise InputError(f"{path} cannot be read as a table ({type(error).__name__}).") from None
     try:
+        tables = []
+        for path in (runs, histories):
+            with open_file(path, LARGEST_JSON) as file:
+                tables.append(pd.read_parquet(file))
         found = {
             name: {str(column): rows[column].tolist() for column in rows if column != "run"}
             for name, rows in tables[1].groupby("run", sort=False)
         }
         pairs = zip(tables[0]["run"], tables[0]["record"], strict=True)
         return {name: {**json.loads(record), "history": found[name]} for name, record in pairs}
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{runs.parent} holds no records of runs ({error}).") from None
-
-
-_kept_tables = lru_cache(maxsize=4)(read_tables)  # until a stamp changes
+    except InputError:
+        raise
+    except Exception as error:  # on damaged files the library raises anything
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(f"{runs.parent} holds no records of runs ({why}).") from None
 
 
 def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
@@ -377,21 +356,17 @@ def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
     if content is None:
         return None
     try:
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {content['schema']!r}")
+        refuse(content["schema"] != SCHEMA, f"its schema is {content['schema']!r}")
         training, model = TrainingConfig.from_dict(content["training"]), ModelConfig.from_dict(content["model"])
         history: dict[str, list[float]] = content["history"]
         whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
-        if not whole or not all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c):
-            raise ValueError("its history is not a list of numbers per quantity")
+        finite = all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c)
+        refuse(not whole or not finite, "its history is not a list of numbers per quantity")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
     if identity(model, training) != identity(run.model, run.training):
         raise InputError(f"{path} is the record of another configuration. Move it away.")
     return history
-
-
-# --- results
 
 
 @dataclass(frozen=True)
@@ -416,21 +391,21 @@ class RunResult:
 
 
 def result(
-    run: SweepRun,
-    folder: Path,
-    target: float,
-    outcome: Outcome | None = None,
-    records: Path | None = None,
+    run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None, records: Path | None = None,
     keep: bool = True,
-) -> RunResult:
+) -> RunResult:  # fmt: skip
     """Return a run's row, from its folder or, if that is not finished, from its record; keep a record of it."""
-    problem = "" if outcome is None else outcome.problem
-    recorded, saved = None, None
+    problem, recorded, saved = "" if outcome is None else outcome.problem, None, None
     try:
         recorded = None if records is None else read_history(records, run)
         status, saved = inspect(folder, run)
-        done = len((recorded or {"epoch": []})["epoch"])
-        if keep and records and status == "done" and saved and saved.epoch > done:
+        if (
+            keep
+            and records
+            and status == "done"
+            and saved
+            and saved.epoch > len((recorded or {}).get("epoch", ()))
+        ):
             write_record(records, run, saved)
     except InputError as error:
         status, problem = "failed", str(error)
@@ -455,7 +430,7 @@ def result(
 
 def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
     """Return the results as plain values for JSON."""
-    return {"schema": "semdiag.sweep/1", "provenance": provenance, "results": [asdict(row) for row in rows]}
+    return {"schema": "semdiag.sweep/1", "provenance": provenance, "results": [vars(row) for row in rows]}
 
 
 def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:

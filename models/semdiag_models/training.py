@@ -4,9 +4,9 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,15 @@ from semdiag_models.attention import ATTENTIONS
 from semdiag_models.checkpoint import Checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import LARGEST_JSON, InputError, RunLock, read_bytes, require_memory, unknown_name
+from semdiag_models.reading import (
+    LARGEST_JSON,
+    InputError,
+    RunLock,
+    read_bytes,
+    refuse,
+    require_memory,
+    unknown_name,
+)
 from semdiag_models.tasks import Split, draw_data, draw_fresh, task_of
 
 HISTORY_COLUMNS = (
@@ -24,6 +32,7 @@ HISTORY_COLUMNS = (
 )  # fmt: skip
 _ENTRIES = 2**25  # largest number of elements of an activation in evaluation, 128 MB
 _WARM_UP = 3  # steps before a graph is captured: kernels are chosen and compiled in them
+BEST = "cuda", "mps", "cpu"  # devices in the order in which auto prefers them
 
 _GENERATORS = {"cuda": torch.cuda, "mps": torch.mps}  # beside the CPU's
 RandomState = dict[str, Tensor]  # generator state by kind of device
@@ -45,9 +54,6 @@ def restore_random_state(states: RandomState) -> None:
             module.set_rng_state(states[name])
 
 
-# --- steps
-
-
 class Steps:
     """Training steps of one encoder, or of several of one configuration at once, whose parameters are stacked.
 
@@ -62,8 +68,7 @@ class Steps:
         self._parameters: list[Tensor] = list(self._encoder.parameters())
         self._optimizer = first.optimizer  # of plain SGD, the only one for several, there is none
         self._memory: Any = {} if self._optimizer is None else self._optimizer.state
-        compiled = self._training.compiled
-        self._forward: Callable[..., Tensor] = torch.compile(self._encoder) if compiled else self._encoder
+        self._forward: Any = torch.compile(self._encoder) if self._training.compiled else self._encoder
         splits = zip(*(trainer.train_split for trainer in trainers), strict=True)
         self._tokens, self._labels = (parts[0] if self._count == 1 else torch.cat(parts) for parts in splits)
         dtype = self._parameters[0].dtype
@@ -92,6 +97,8 @@ class Steps:
         order = orders[0][None] if self._count == 1 else torch.stack(orders)
         self._encoder.train()
         self._rate.fill_(rate)
+        for group in self._optimizer.param_groups if self._optimizer else ():
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         if self._captures and self._graph is None and size <= n:
             self._capture(size)
         self._totals.zero_()
@@ -144,9 +151,6 @@ class Steps:
             torch._foreach_add_(self._parameters, gradients, alpha=-1)
         for parameter, at, value in self._frozen:  # weight decay acts even without a gradient
             parameter[at] = value
-            for state in self._memory.get(parameter, {}).values():
-                if state.shape == parameter.shape:
-                    state[at] = 0
 
     def _capture(self, size: int) -> None:
         """Capture a step as a graph, and leave parameters, optimiser and generators as they were."""
@@ -172,9 +176,6 @@ class Steps:
         torch.cuda.set_rng_state(drawn, self._device)
 
 
-# --- the trainer
-
-
 class DivergedError(RuntimeError):
     """Raised if the training loss is no longer a number; of several runs, ``members`` lists the diverged ones."""
 
@@ -183,8 +184,7 @@ class DivergedError(RuntimeError):
         self.members = members
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Report of the trainer after each epoch: a row of the history."""
 
     row: dict[str, float]
@@ -203,17 +203,13 @@ class Trainer:
     def __init__(self, model: ModelConfig, training: TrainingConfig, device: torch.device) -> None:
         self.config, self.training, self.device = model, training, device
         task = task_of(training)
-        if (model.vocabulary_size, model.classes) != (task.vocabulary_size, task.classes):
-            raise InputError(
-                f"{task.name} has {task.vocabulary_size} token ids and {task.classes} classes; "
-                f"the model has {model.vocabulary_size} and {model.classes}."
-            )
-        if model.length < training.length:
-            raise InputError(f"The model has {model.length} positions, too few for length {training.length}.")
-        if training.precision != "float32":
-            raise InputError(
-                f"Training is in float32. Only versions up to 0.7 continue a run in {training.precision}."
-            )
+        wanted, own = (task.vocabulary_size, task.classes), (model.vocabulary_size, model.classes)
+        numbers = f"{wanted[0]} token ids and {wanted[1]} classes; the model has {own[0]} and {own[1]}"
+        refuse(own != wanted, f"{task.name} has {numbers}.")
+        few = model.length < training.length
+        refuse(few, f"The model has {model.length} positions, too few for length {training.length}.")
+        other = training.precision != "float32"
+        refuse(other, f"Training is in float32. Only versions up to 0.7 continue a run in {training.precision}.")
         require_memory(training_memory(model, training, device.type == "cpu"), "Training this model", largest=1)
         train, holdout = draw_data(training, model.length, model.pad_id)
         self.train_split = Split(*(t.to(device) for t in train))
@@ -314,8 +310,8 @@ class Trainer:
     def check_loss(self, total: float) -> None:
         """Refuse to continue after a sum of losses that is not a number."""
         if not math.isfinite(total):
-            where = f"in epoch {self.epoch + 1} at learning rate {self.learning_rate:g}"
-            why = f"the training loss became {total} {where}. Try a smaller --learning-rate."
+            where = f"{total} in epoch {self.epoch + 1} at learning rate {self.learning_rate:g}"
+            why = f"the training loss became {where}. Try a smaller --learning-rate."
             raise DivergedError(f"Seed {self.training.seed}: {why}")
 
     @torch.no_grad()
@@ -324,10 +320,9 @@ class Trainer:
         self.encoder.eval()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         # With 5,000 tokens the calls cost little and a processor's caches hold much; 16 million logits fit memory.
-        at_once = 5_000 if self.device.type == "cpu" else 1_000_000
+        at_once, entries = (5_000, _ENTRIES) if self.device.type == "cpu" else (1_000_000, 8 * _ENTRIES)
         c, length = self.config, split.tokens.shape[1]
         widest = max(c.width, 3 * c.heads * c.head_width, c.mlp_width)
-        entries = _ENTRIES if self.device.type == "cpu" else 8 * _ENTRIES
         per_batch = max(1, min(at_once // length, 2**24 // c.classes, entries // (length * widest)))
         parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
         for tokens, labels in zip(*parts, strict=True):
@@ -346,10 +341,9 @@ def stackable(trainers: Sequence[Trainer]) -> bool:
 
 
 def train_together(
-    trainers: Sequence[Trainer],
-    after_epoch: Callable[[Trainer, Progress], None],
+    trainers: Sequence[Trainer], after_epoch: Callable[[Trainer, Progress], None],
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
-) -> None:
+) -> None:  # fmt: skip
     """Train runs that can share their steps to their ends; those that end or diverge leave the others."""
     diverged: dict[int, str] = {}
     steps: Steps | None = None
@@ -359,7 +353,6 @@ def train_together(
             trainer.begin_epoch()
         if steps is None or steps.trainers != group or steps.padded != any(t.padded for t in group):
             steps = Steps(group)
-        set_learning_rate(group[0].optimizer, group[0].learning_rate)
         found = steps.epoch(group[0].learning_rate, after_batch)
         start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
         for trainer, (loss, accuracy) in zip(group, found, strict=True):
@@ -375,28 +368,17 @@ def train_together(
         raise DivergedError(" ".join(diverged.values()), tuple(diverged))
 
 
-# --- optimisers, memory, devices
-
-
 def make_optimizer(
     encoder: Encoder, training: TrainingConfig, device: torch.device
 ) -> torch.optim.Optimizer | None:
     """Return Adam or AdamW; None for plain SGD, which :class:`Steps` does itself."""
-    if training.optimizer == "sgd":
-        return None
+    kind = {"sgd": None, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[training.optimizer]
     options: dict[str, Any] = {"lr": training.learning_rate, "foreach": True}
     if device.type == "cuda":  # in a graph, the step size must stand on the device
         options |= {"lr": torch.tensor(training.learning_rate, device=device), "capturable": True}
     if training.weight_decay is not None:
         options["weight_decay"] = training.weight_decay
-    kind = torch.optim.Adam if training.optimizer == "adam" else torch.optim.AdamW
-    return kind(encoder.parameters(), **options)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer | None, rate: float) -> None:
-    """Set the step size of all parameters."""
-    for group in [] if optimizer is None else optimizer.param_groups:
-        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+    return None if kind is None else kind(encoder.parameters(), **options)
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
@@ -412,9 +394,6 @@ def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool =
     return needed + 4 * (3 * parameters + batch * length * model.blocks * per_token)
 
 
-BEST = "cuda", "mps", "cpu"  # devices in the order in which auto prefers them
-
-
 def find_device(name: str) -> torch.device:
     """Return the device that the user named."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -424,8 +403,7 @@ def find_device(name: str) -> torch.device:
         return torch.device(next(device for device in BEST if there.get(device)))
     if name not in there:
         raise unknown_name("device", name, ["auto", *there])
-    if not there[name]:
-        raise InputError(f"No {name} device here. Use --device auto or --device cpu.")
+    refuse(not there[name], f"No {name} device here. Use --device auto or --device cpu.")
     return torch.device(name)
 
 

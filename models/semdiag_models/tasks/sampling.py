@@ -12,6 +12,18 @@ Samples = tuple[Tensor, Tensor]  # tokens (n, length) int64 and labels (n,) int6
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+POP, PUSH_0, PUSH_1 = 2, 3, 4
+EMPTY = 2  # label of an empty stack
+MODULUS = 5
+EQUATION, BRACKETS = "01234+-()x=", "01234+-*()x"  # symbols of the two tasks, in the order of their ids
+_LONGEST_LEAF = 4  # d, -d, (d) and (-d) have one to four characters
+DIGIT_PROBABILITY = 0.75
+OPENERS = ("[MIN", "[MAX", "[MED", "[SM")
+SYMBOLS = (*"0123456789", *OPENERS, "]")  # digits have their values as ids
+FIRST_OPENER, CLOSER, PAD = 10, 14, 15
+LEAST_ROUND = 100  # smallest number of trees to draw at a time
+FRUITLESS_ROUNDS = 50  # number of rounds without a new tree after which drawing stops
+
 
 def numpy_generator(generator: Generator) -> np.random.Generator:
     """Return a numpy generator that a torch generator seeds, so that its draws are a function of the latter."""
@@ -46,10 +58,6 @@ def missing_duplicate(n: int, length: int, generator: Generator) -> Samples:
     return tokens, bits.gather(1, hidden % half).squeeze(1)
 
 
-POP, PUSH_0, PUSH_1 = 2, 3, 4
-EMPTY = 2  # label of an empty stack
-
-
 def stack_manipulation(n: int, length: int, generator: Generator) -> Samples:
     """Draw a stack, bottom first, and actions on it; the label is what then lies on top."""
     tokens = torch.randint(2, (n, length), generator=generator)
@@ -62,14 +70,6 @@ def stack_manipulation(n: int, length: int, generator: Generator) -> Samples:
     top = from_right.gather(1, unmatched.int().argmax(1, keepdim=True)).squeeze(1)
     top = torch.where(top >= PUSH_0, top - PUSH_0, top)
     return tokens, torch.where(unmatched.any(1), top, EMPTY)
-
-
-# --- expressions modulo 5
-
-
-MODULUS = 5
-EQUATION, BRACKETS = "01234+-()x=", "01234+-*()x"  # symbols of the two tasks, in the order of their ids
-_LONGEST_LEAF = 4  # d, -d, (d) and (-d) have one to four characters
 
 
 def modular_arithmetic(n: int, length: int, generator: Generator) -> Samples:
@@ -133,15 +133,6 @@ def _write_leaves(
     tokens[row[negative], (start + bracketed)[negative]] = symbols.index("-")
     tokens[row, start + bracketed + negative] = digit
     return np.where(negative, -digit, digit) % MODULUS
-
-
-# --- ListOps
-
-
-DIGIT_PROBABILITY = 0.75
-OPENERS = ("[MIN", "[MAX", "[MED", "[SM")
-SYMBOLS = (*"0123456789", *OPENERS, "]")  # digits have their values as ids
-FIRST_OPENER, CLOSER, PAD = 10, 14, 15
 
 
 class TreeWriter:
@@ -228,10 +219,6 @@ class TreeWriter:
         uniform = self.rng.random(row.size) * (1 - 2.0**-40)
         column: Integers = np.searchsorted(shifted, row + uniform, side="right") - row * weights.shape[1]
         return column
-
-
-LEAST_ROUND = 100  # smallest number of trees to draw at a time
-FRUITLESS_ROUNDS = 50  # number of rounds without a new tree after which drawing stops
 
 
 def list_operations(trees: ListOpsTrees, n: int, length: int, generator: Generator) -> Samples:

@@ -18,6 +18,11 @@ from semdiag_models.config import Recipe, TextSource
 from semdiag_models.reading import LARGEST_TEXT, InputError, read_bytes, refuse, unknown_name
 from semdiag_models.tasks.sampling import Samples
 
+TOKENIZERS = "unigram", "bpe"  # the likeliest cut under a unigram model; merges of the commonest neighbours
+_LARGEST_VOCABULARY = 99_999  # largest vocabulary of a model, without PAD
+_LONGEST_LINE = 4192  # bytes; SentencePiece's default, below which a limit changes nothing
+_LINES_AT_ONCE = 10_000  # Python's lists of numbers are ten times the size of tensors
+
 
 class Pieces(NamedTuple):
     """Lines as piece ids, one after the other."""
@@ -110,9 +115,6 @@ def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: in
     return perplexity(-float((counts / counts.sum()).log()[holdout_labels.cpu()].mean()))
 
 
-# --- files of text
-
-
 def open_text(file: Path, holdout_file: Path | None, tokenizer: str, vocabulary: int) -> TextSource:
     """Read a text and train a tokenizer on its training lines."""
     lines, sha256 = read_lines(file)
@@ -153,15 +155,6 @@ def _unchanged(file: str, sha256: str | None) -> list[str]:
     hashes = f"SHA-256 {found[:8]}…, was {str(sha256)[:8]}…"
     refuse(found != sha256, f"The text {file} has changed since the run ({hashes}). {way}")
     return lines
-
-
-# --- tokenizers
-
-
-TOKENIZERS = "unigram", "bpe"  # the likeliest cut under a unigram model; merges of the commonest neighbours
-_LARGEST_VOCABULARY = 99_999  # largest vocabulary of a model, without PAD
-_LONGEST_LINE = 4192  # bytes; SentencePiece's default, below which a limit changes nothing
-_LINES_AT_ONCE = 10_000  # Python's lists of numbers are ten times the size of tensors
 
 
 def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
