@@ -85,7 +85,7 @@ def sweep(
     """
     from semdiag.commands.printing import print_plan, print_results
     from semdiag_models import InputError
-    from semdiag_models.sweep import SweepError, read_sweep
+    from semdiag_models.sweep import read_sweep
     from semdiag_models.training import find_device
 
     if jobs is not None and jobs < 1:
@@ -98,13 +98,7 @@ def sweep(
         raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
     if gpus_per_run < 0 or (gpus_per_run and not ray):
         raise InputError("--gpus-per-run must not be negative, and needs --ray.")
-    try:
-        runs = read_sweep(config)
-    except SweepError as error:
-        for problem in error.problems:
-            tell(f"{config}: {problem}")
-        tell(f"semdiag: {error.summary}")
-        raise typer.Exit(2) from None
+    runs = read_sweep(config)
     where = device or ("cuda" if gpus_per_run else "cpu")
     if not ray:
         find_device(where)

@@ -16,7 +16,6 @@ from semdiag.presenting.terminal import Minutes, say, tell, terminal
 
 if TYPE_CHECKING:
     from semdiag_models import Text
-    from semdiag_models.run_folder import SeedRun
     from semdiag_models.tasks import Classification
     from semdiag_models.training import Progress, Trainer
 
@@ -283,18 +282,15 @@ def train(
     if seeds:
         parent = out if out is not None else Path("checkpoints")
         numbers = listed_numbers(seeds, "--seeds takes whole numbers", "1,5,20")
-        runs = open_seed_runs(parent, model, training, numbers, where, **choices)
-        _train({run.trainer: run.folder for run in runs}, runs, provenance, quiet)
+        _train(open_seed_runs(parent, model, training, numbers, where, **choices), True, provenance, quiet)
         return
     folder = out if out is not None else Path("checkpoints") / run_name(model, training)
     trainer = open_run(folder, model, training, where, **choices)
-    _train({trainer: folder}, None, provenance, quiet)
+    _train({trainer: folder}, False, provenance, quiet)
 
 
-def _train(
-    folders: "dict[Trainer, Path]", seeds: "list[SeedRun] | None", provenance: dict[str, Any], quiet: bool
-) -> None:
-    from semdiag_models import DivergedError, InputError, train_run, train_seed_runs
+def _train(folders: "dict[Trainer, Path]", several: bool, provenance: dict[str, Any], quiet: bool) -> None:
+    from semdiag_models import DivergedError, InputError, train_seed_runs
 
     first, *_ = folders
     if not quiet and (text := first.training.text) is not None:
@@ -305,23 +301,14 @@ def _train(
         )
     with TrainingProgress(list(folders), quiet) as bar:
         try:
-            if seeds is not None:
-                train_seed_runs(seeds, provenance, bar.epoch, bar.batch)
-            else:
-                train_run(
-                    folders[first],
-                    first,
-                    provenance,
-                    lambda progress: bar.epoch(first, progress),
-                    lambda: bar.batch(first),
-                )
+            train_seed_runs(folders, provenance, bar.epoch, bar.batch)
         except KeyboardInterrupt:
             tell(f"Stopped; {_saved(folders)}. To go on, add --resume.")
             raise typer.Exit(130) from None
         except DivergedError as error:
             raise InputError(f"{error} {_saved(folders)}.") from None
     for trainer in folders:
-        summarise(trainer, several=seeds is not None)
+        summarise(trainer, several)
     say(f"Next: semdiag dispersion {' '.join(str(folder / 'last.pt') for folder in folders.values())}")
 
 

@@ -30,7 +30,9 @@ class Selection:
 SELECTIONS: dict[str, Selection | None] = {
     name: None
     if kind.keeps in ("fixed", "redrawn")
-    else Selection(-1 if kind.keeps == "smallest" else 1, kind.input_dependent, kind.dense or kind.follows_scores)
+    else Selection(
+        -1 if kind.keeps == "smallest" else 1, kind.input_dependent, kind.keeps in ("all", "largest", "smallest")
+    )
     for name, kind in KINDS.items()
 }
 
