@@ -65,7 +65,7 @@ def test_every_question_stands_under_its_name():
 @pytest.mark.parametrize("external", [False, True])
 def test_no_two_figures_of_a_report_share_a_name_or_files(external):
     figures = [d for q in registry.reported().values() for h in q.headings_for(external) for d in h.figures]
-    assert len({figure.name for figure in figures}) == len(figures)
+    assert len({figure.name for figure in figures}) == len({*figures})
     assert all(name == draw.__name__ for name, draw in registry.figures().items())
 
 
