@@ -284,7 +284,7 @@ def with_options(question: Question) -> Callable[..., None]:
 
 
 _KIND = inspect.Parameter.KEYWORD_ONLY
-_PICTURED = ("report", "k-sweep", "compare", "selections")  # others draw figures only when asked
+_PICTURED = ("report", "k-sweep", "compare")  # others draw figures only when asked
 
 
 def _is_taken(name: str, question: Question) -> bool:

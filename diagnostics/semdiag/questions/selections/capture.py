@@ -274,18 +274,6 @@ class Choices:
     real: Tensor  # bool (rows,), false for padding
     first: Tensor  # int64 (rows,), the first key that is not padding; 0 for experts
 
-    @property
-    def available(self) -> Tensor:
-        """Return which choices no mask forbids, bool (rows, n); groups that were not chosen are forbidden."""
-        return self.order > torch.finfo(self.order.dtype).min / 2
-
-    @property
-    def kept(self) -> Tensor:
-        """Return which available choices were chosen, bool (rows, n)."""
-        marked = torch.zeros(len(self.order), self.order.shape[1] + 1, dtype=torch.bool)
-        marked.scatter_(1, self.indices.where(self.indices >= 0, self.order.shape[1]), True)
-        return marked[:, :-1] & self.available
-
 
 def own_rows(
     place: Place, chosen: Selected, group: Selected | None, into: NumberFormat
