@@ -48,6 +48,11 @@ class Glance:
     # whether the answer is about a claim of the paper, and so says nothing good or bad about a model
     claim: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """Return the number and what it counts."""
+        return f"{self.number} {self.words}."
+
     def to_dict(self) -> dict[str, str | bool]:
         """Return plain values."""
         return {**asdict(self), "answer": self.answer.value}

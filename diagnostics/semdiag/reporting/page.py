@@ -202,7 +202,8 @@ def render_page(
     sections = []
     for name, headings in parts:
         number = glances[name]["number"] if name in glances and len(rows) == 1 else ""  # it stands in the heading
-        own = [s for s in headlines.get(name, []) if s == lead or not number or number not in s]
+        tile = f"{glances[name]['number']} {glances[name]['words']}." if name in glances else ""  # likewise
+        own = [s for s in headlines.get(name, []) if s == lead or not (s == tile or (number and number in s))]
         above = unsaid(own, [lead])
         more = unsaid(content["details"].get(name, []), [lead, *above])
         place = "screen" if name in _SCREENS else "theory" if name in _THEORY else "details"

@@ -25,12 +25,7 @@ THEORY = (
     "corollary_conditions",
 )
 MASK_PROBES = ("masks_unchanged",)
-PROBES = (
-    "lipschitz_percentiles",
-    "block_stretch",
-    "landscape_contour",
-    "landscape_cuts",
-)
+PROBES = "lipschitz_percentiles", "landscape_contour"
 WITHIN = ("weight_kept",)
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)

@@ -42,7 +42,7 @@ class LandscapePlan:
 QUESTION = Question(
     "landscape",
     __name__,
-    """Evaluate the loss on planes through each checkpoint in parameter space: cells and cuts.
+    """Evaluate the loss on planes through each checkpoint in parameter space.
 
     Every cell is a model that was run; nothing is interpolated. 25 × 25 cells over 500 samples take about two
     minutes per model on one core. For a quick look take fewer samples or a coarser grid.

@@ -231,9 +231,10 @@ def answer(findings: Findings) -> Answer:
     if len(gains := findings.measurements.gains):
         medians = gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median()
         tables["gains"] = medians.reset_index()
+    glance = stability_glance(findings)
     return Answer(
-        stability_glance(findings),
-        stability_in_short(findings),
+        glance,
+        [glance.sentence],
         [*stability_sentences(findings), *gain_sentences(findings)],
         judged,
         tables=tables,
@@ -311,16 +312,6 @@ def exceeding_pairs(findings: Findings) -> dict[str, dict[str, Any]]:
             words = ", all of fixed masks" if 0 < counts["violated"] == of_fixed else ""
             exceeding[form] = {**counts, "rows": sum(counts.values()), "fixed": words}
     return exceeding
-
-
-def stability_in_short(findings: Findings) -> list[str]:
-    """Return how often each form of ξ was exceeded, all models together."""
-    names = {OF_PAIR: "the sound ξ of the pair", "sound": "the sound ξ", "paper": "the paper's ξ"}
-    parts = []
-    for form, counts in findings(exceeding_pairs).items():
-        loose = f" (too loose to test for {counts['vacuous']:,})" if counts["vacuous"] else ""
-        parts.append(f"{counts['violated']:,} of {counts['rows']:,} exceed {names[form]}{counts['fixed']}{loose}")
-    return [f"Softmax stability, measured pairs of rows: {'; '.join(parts)}."] if parts else []
 
 
 def stability_sentences(findings: Findings) -> list[str]:

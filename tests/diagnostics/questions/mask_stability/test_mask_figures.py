@@ -20,7 +20,6 @@ from semdiag.questions.mask_stability.answer import (
     mask_sentences,
     mask_table,
     masks_glance,
-    masks_in_short,
 )
 from semdiag.reporting.report import measured_questions, write_report
 
@@ -39,20 +38,20 @@ def pair(model):
     return Measurements.concat([model("full"), model("topk"), model("banded")])
 
 
-def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
+def test_agreement_is_drawn_against_layers_by_noise(pair, probed):
     figure = registry.figures()["masks_unchanged"](Findings(probed(pair)))
     full, topk = figure.axes
     assert "top-3 it would choose" in full.get_title(loc="left")
-    assert topk.get_title(loc="left") == "even-pairs\ntop-k (k = 3)"
+    assert (topk.get_title(loc="left"), topk.get_xlabel()) == ("even-pairs\ntop-k (k = 3)", "layer")
     lines = {line.get_label(): line for line in topk.get_lines()}
-    for layer in (0, 1):
-        np.testing.assert_allclose(lines[f"layer {layer}"].get_xdata(), LEVELS)
-        np.testing.assert_allclose(
-            lines[f"layer {layer}"].get_ydata(), [1 - lv * (layer + 1) for lv in LEVELS], rtol=1e-6
-        )
-    assert "6 samples per model, 5 draws (seed 0)" in words(figure)
-    assert "95% intervals" in words(figure)
-    assert [tick.get_text() for tick in topk.get_xticklabels()] == ["1%", "10%"]
+    for level, name in zip(LEVELS, ("noise 1%", "noise 10%"), strict=True):
+        np.testing.assert_allclose(lines[name].get_xdata(), [0, 1])
+        np.testing.assert_allclose(lines[name].get_ydata(), [1 - level, 1 - 2 * level], rtol=1e-6)
+    said = " ".join(words(figure).split())
+    assert "6 samples per model, 5 draws (seed 0)" in said
+    assert "95% intervals" in said
+    alone = words(registry.figures()["masks_unchanged"](Findings(probed(pair, levels=(0.1,)))))
+    assert "Noise 10%. Heads pooled" in " ".join(alone.split())
 
 
 def test_every_model_without_a_mask_is_titled_so(pair, probed):
@@ -84,13 +83,6 @@ def test_the_interval_of_a_layer_resamples_the_sequences_of_all_its_heads(pair, 
         assert row["exact"] == pytest.approx(own["exact"].mean(), rel=1e-6)
         assert row["certified"] == pytest.approx(own["certified"].mean(), rel=1e-6)
         assert row["exact_low"] < row["exact"] < row["exact_high"]
-
-
-def test_one_level_is_drawn_against_layers(pair, probed):
-    figure = registry.figures()["masks_unchanged"](Findings(probed(pair, levels=(0.1,))))
-    points = figure.axes[0].containers[0].lines[0]
-    np.testing.assert_allclose(np.asarray(points.get_ydata(), float), [0.9, 0.8], rtol=1e-6)
-    assert figure.axes[0].get_xlabel() == "layer"
 
 
 def test_the_cost_is_drawn_with_interval_control_and_tolerance_and_each_kind_is_named(pair, probed, reruns):
@@ -144,11 +136,10 @@ def test_what_is_said_of_masks(pair, probed):
     assert "Certified rows that changed: 0 of" in topk
     assert "25.0% of the predictions change" in topk
     assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
-    (short,) = masks_in_short(Findings(probed(pair)))
-    assert "Certified rows that changed: 0 of" in short
-    assert short.count("would choose") == 1
-    assert re.search(r"full \d+% \(certified \d+%; the mask that top-3 would choose\); ", short)
-    assert masks_in_short(Findings(pair)) == []
+    (short,) = registry.QUESTIONS["mask-stability"].answered(Findings(probed(pair))).headline
+    said = r"\d+% of the masks of 1 model stay the same under noise of 10%; \d+% of those that top-3 would choose"
+    assert re.match(said, short)
+    assert registry.QUESTIONS["mask-stability"].answered(Findings(pair)).headline == []
 
 
 def test_masks_that_all_survive_have_no_rank_correlation(pair, probed):
@@ -167,22 +158,18 @@ def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     found = probed(pair)
     told = found.masks.index[found.masks["level"] == LEVELS[1]]  # the level that the first screen tells
     found.masks.loc[told[0], "certified_changed"] = 1
-    assert "Certified rows that changed: 1 of" in masks_in_short(Findings(found))[0]
-    assert "which is an error of semdiag" in masks_in_short(Findings(found))[0]
+    assert "; 1 of " in masks_glance(Findings(found)).words
+    assert "which is an error of semdiag" in " ".join(mask_sentences(Findings(found)))
     assert registry.QUESTIONS["mask-stability"].json(Findings(found))["results"][0]["certified_changed"] == 1
 
 
 def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
     """Of another level there are other certified rows, of which the first screen counts none."""
     found = probed(pair)
-    (alone,), tile = masks_in_short(Findings(found)), masks_glance(Findings(found))
+    tile = masks_glance(Findings(found))
     others = [found.masks.assign(level=found.masks["level"] * factor, certified=1.0) for factor in (1e-3, 1e3)]
     both = found.replace(masks=pd.concat([*others, found.masks], ignore_index=True))
-    assert masks_in_short(Findings(both)) == [alone]
     assert masks_glance(Findings(both)) == tile
-    both.masks.loc[both.masks.index[0], "certified_changed"] = 2
-    (said,) = masks_in_short(Findings(both))
-    assert said == alone[:-1] + " (and 2 under other noise or of other snapshots), which is an error of semdiag."
 
 
 def test_what_is_said_of_other_k(pair, probed):
