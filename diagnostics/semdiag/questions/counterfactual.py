@@ -1,15 +1,10 @@
 """What would a top-k mask leave of a model that keeps every key?"""
 
-import numpy as np
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-
 from semdiag.capturing.attention_call import DENSE, external
 from semdiag.measuring.findings.estimates import (
     all_by_name,
     counterfactual_ks,
     in_part,
-    layer_percentiles,
     pooled_percentiles,
     what_k_keeps,
     within_table,
@@ -17,15 +12,6 @@ from semdiag.measuring.findings.estimates import (
 from semdiag.measuring.findings.findings import Findings, diverged, modules_by_layer
 from semdiag.measuring.words import counted, layer_name, percent_span, whole_percent
 from semdiag.presenting.answer import Answer, Glance, Heading, Outcome
-from semdiag.presenting.drawing.panels import READING, NothingToDrawError, layer_boxes, panels_of
-from semdiag.presenting.drawing.style import (
-    AttentionStyle,
-    attention_style,
-    drawing,
-    finished,
-    lightened,
-    panel_grid,
-)
 from semdiag.questions.dispersion.answer import span_sentence
 
 _NEARLY_ALL = 0.95
@@ -99,52 +85,11 @@ def answer(findings: Findings) -> Answer | None:
     return Answer(within_glance(findings), within_sentences(findings), tables=tables)
 
 
-_MARKERS = "sPXv<>*h"
-
-
-@drawing(
-    "Within full-attention models: the weight kept on the k largest scores, per layer: {shown}.",
-    "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to k keys and "
-    "would hardly notice the mask; where the boxes are low, the mask would throw away what the model uses.",
-)
-def weight_kept(findings: Findings) -> Figure:
-    """Draw the share of each query's attention weight on its k largest scores, per layer of each full model."""
-    measurements = findings.measurements
-    dense = measurements.models[measurements.models["attention"].isin(DENSE)]
-    ks = sorted(counterfactual_ks(measurements.queries[measurements.queries["model"].isin(dense["model"])]))
-    tables = {
-        k: findings(layer_percentiles, f"weight_kept_k{k}")
-        for k in ks
-        if f"weight_kept_k{k}" in measurements.queries
-    }
-    if not tables:
-        raise NothingToDrawError("No full-attention model was measured with a counterfactual k.")
-    panels = panels_of(dense)
-    models = [series.model for panel in panels for series in panel.series]
-    if not any(np.isfinite(of_k[model]["p50"]).any() for of_k in tables.values() for model in models):
-        raise NothingToDrawError("No query has a finite attention weight.")
-    topk, styles = attention_style("topk"), {}
-    for place, k in enumerate(tables):  # paler with growing k
-        color = to_hex(lightened(topk.color, 0.6 * place / max(len(tables) - 1, 1)))
-        styles[k] = AttentionStyle(topk.name, color, _MARKERS[place % len(_MARKERS)], "-", 1.6)
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
-        ax.set_ylim(0, 1.03)
-        boxes = [(f"the {k} largest", styles[k], tables[k][s.model]) for s in panel.series for k in tables]
-        layer_boxes(ax, boxes, "p0")
-        ax.set_title(panel.title)
-    axes[0].set_ylabel("weight kept")
-    return finished(
-        figure,
-        f"Within each model; {READING}; marker: minimum. The rest is what dropping all other keys throws away",
-    )
-
-
 HEADINGS = (
     Heading(
         "within",
         "How much attention would a top-k mask keep?",
-        (weight_kept,),
+        (),
         (
             "A counterfactual within one model, on its own scores, which training with such a mask would move. "
             "Queries with at most k keys lose none.",

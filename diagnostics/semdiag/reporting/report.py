@@ -1,11 +1,10 @@
 """Write a report from findings: a folder with a page, figures, percentile tables and a summary."""
 
-import ctypes
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -107,25 +106,6 @@ def report_content(
     return content
 
 
-_HERE = -100  # AT_FDCWD: paths are relative to the working folder
-_SWAP = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
-_CALLS: dict[str, Callable[[Any, bytes, bytes], int]] = {
-    "renameat2": lambda call, one, other: call(_HERE, one, _HERE, other, _SWAP),  # Linux, glibc from 2.28 on
-    "renamex_np": lambda call, one, other: call(one, other, _SWAP),  # macOS
-}
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two folders, so that neither name is ever missing."""
-    if os.name == "nt":
-        return False
-    library = ctypes.CDLL(None)
-    for name, swap in _CALLS.items():
-        if hasattr(library, name):
-            return swap(getattr(library, name), os.fsencode(one), os.fsencode(other)) == 0
-    return False
-
-
 def check_folder(folder: Path, keep_queries: bool) -> None:
     """Refuse to replace anything but an earlier report, or to lose measurements in it."""
     folder = Path(os.path.realpath(folder))
@@ -198,8 +178,6 @@ def _runs(process: int) -> bool:
 
 def _swap(building: Path, folder: Path) -> None:
     """Replace the older folder by the finished one; on failure keep or restore the older one."""
-    if folder.exists() and exchange(building, folder):
-        return  # the older one now has the name that will be deleted
     old = building.with_suffix(".old")
     if folder.exists():
         folder.rename(old)

@@ -1,11 +1,9 @@
 """Dispersion δ by layer and head, paired with full attention, and the initialisation it came from."""
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,10 +37,9 @@ from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, perce
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.percentile_tables import percentile_tables
-from semdiag_models import InputError, TrainingConfig, configure, find_task, read_checkpoint
+from semdiag_models import InputError
 
 GATED = ("p50", "p75", "p90", "p95")
-_USUAL_K = 5  # the paper's
 NO_NUMBER = "because a δ there is not a number"
 SHOWN = (*GATED, "p100")  # p100 is a single query: printed, not gated
 
@@ -83,8 +80,8 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
     if alone:
         raise InputError(
             f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size, setting and "
-            f"snapshot are needed{_nearest(models, alone[0])}. Train the other one with: "
-            f"{partner_command(alone[0])}."
+            f"snapshot are needed{_nearest(models, alone[0])}. Train the other one with semdiag train, and the "
+            "options of this one, which semdiag info shows."
         )
     if not pairs:
         raise InputError(
@@ -123,41 +120,6 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
     least, other = min(differing, key=lambda entry: len(entry[0]))
     return f" ({other} differs from it in {'; '.join(least)})"
 
-
-def partner_command(model: str) -> str:
-    """Return the command that trains the counterpart of a full or top-k model."""
-    try:
-        stored = read_checkpoint(Path(model))
-        chosen = (
-            {}
-            if stored.model.attention == "topk"
-            else {"attention": "topk", "k": min(_USUAL_K, stored.model.length)}
-        )
-        optimizer = {"optimizer": stored.training.optimizer}  # on which the usual learning rate depends
-        usual = configure(find_task(stored.training.task_label), {**chosen, **optimizer})
-    except InputError:
-        return "semdiag train"
-    words = ["semdiag", "train", stored.training.task]
-    for name, value in chosen.items():
-        words += [f"--{name}", str(value)]
-    stored_values, recipe = ({**vars(a), **vars(b)} for a, b in ((stored.model, stored.training), usual))
-    recipe["optimizer"] = TrainingConfig.optimizer
-    if stored_values.pop("least_length") is not None:
-        stored_values["length"] = f"{stored.training.least_length}:{stored.training.length}"
-    for name, value in stored_values.items():
-        if name in _NO_OPTIONS or value == recipe[name]:
-            continue
-        words.append("--compile" if name == "compiled" else f"--{name.replace('_', '-')}")
-        if value is not True:
-            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
-    return shlex.join(words)
-
-
-# What differs in the counterpart, and what follows from the task.
-_NO_OPTIONS = (
-    *("attention", "k", "score_gradient", "vocabulary_size", "classes", "first_norm_eps", "selection_seed"),
-    "task",
-)
 
 _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
 
