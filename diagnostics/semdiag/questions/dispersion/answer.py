@@ -13,7 +13,6 @@ from semdiag.capturing.attention_call import DENSE, FIXED_MASKS, external
 from semdiag.measuring.findings.estimates import (
     Percentile,
     by_layer,
-    counterfactual_ks,
     in_part,
     known_rows,
     pooled_percentiles,
@@ -33,7 +32,7 @@ from semdiag.measuring.findings.findings import (
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import count_of, counted, interval_words, ratio_words, span_words
-from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words
+from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words, within_csv
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.percentile_tables import percentile_tables
@@ -367,8 +366,6 @@ _NOT_JUDGED = "Pairs of models are not judged: a verdict needs every query, but 
 def dispersion_in_short(findings: Findings) -> list[str]:
     """Return sentences on δ_h < δ_s by pair, and on fixed masks; for external models, on each by itself."""
     if external(findings.measurements.models).all():
-        if counterfactual_ks(findings.measurements.queries):  # the section on a top-k mask has these sentences
-            return []
         return [span_sentence(findings, model) for model in findings.measurements.models["model"]]
     sentences = [comparison.sentence for comparison in findings(pair_comparisons)]
     ratios = [f"{pair.label} {ratio:.2g} times" for pair, ratio in findings(fixed_mask_ratios)]
@@ -441,7 +438,7 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
 def answer(findings: Findings) -> Answer:
     """Return how far apart the scores of a query are, and whether top-k attention has the smaller range."""
     results, recall = findings(dispersion_results), findings(recall_table)
-    tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    tables = {"dispersion": percentile_csv(findings, "dispersion"), **within_csv(findings)}
     if not external(findings.measurements.models).all():
         tables["dispersion_ratio"] = findings(layer_ratios)
     return Answer(

@@ -22,7 +22,16 @@ from semdiag.measuring.findings.estimates import (
 )
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
 from semdiag.measuring.words import counted, span_words
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, drawn_word, percentile_csv, top_words
+from semdiag.presenting.answer import (
+    Answer,
+    Glance,
+    Heading,
+    Outcome,
+    drawn_word,
+    percentile_csv,
+    top_words,
+    within_csv,
+)
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -115,7 +124,7 @@ def answer(findings: Findings) -> Answer:
     return Answer(
         separation_glance(findings),
         separation_in_short(findings),
-        tables={name: percentile_csv(findings, name) for name in ("separation", "load")},
+        tables={name: percentile_csv(findings, name) for name in ("separation", "load")} | within_csv(findings),
         results=results,
         shown=percentile_tables(findings, "separation", results),
     )
