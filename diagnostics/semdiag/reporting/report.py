@@ -195,7 +195,7 @@ _ON_SCREEN = ("png", "svg")
 LOOK = "look.html"  # the page of one text, beside the report
 
 
-_NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
+_NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "projections")
 
 
 def write_report(
