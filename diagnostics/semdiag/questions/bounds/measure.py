@@ -27,7 +27,7 @@ from semdiag.measuring.encoders.network_constants import (
 from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_inputs
 from semdiag.measuring.encoders.weights import NamedTensor, named_tensors, not_finite
 from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.table import ALL, Table
+from semdiag.measuring.table import ALL, Table, columns_of
 from semdiag.questions.bounds import BoundsPlan
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64
@@ -35,12 +35,7 @@ from semdiag_models.training import with_float64
 PROJECTIONS = Table(
     "projections",
     "One row per head of an external model: Γ and Υ, or why they are not available.",
-    {
-        "model": "str",
-        **dict.fromkeys(("layer", "head"), "int64"),
-        **dict.fromkeys(("gamma", "upsilon"), "float64"),
-        "reason": "str",
-    },
+    columns_of("model str; layer head int64; gamma upsilon float64; reason str"),
 )
 
 _TOLERANCE = 1e-4  # relative, between what a layer returned and what attention was given
@@ -285,29 +280,19 @@ CONSTANTS = Table(
     "constants",
     "One row per constant of the theory and form; layer and head may be ALL. ln_value is the largest over "
     "the inputs, ln_finite that of the inputs whose constant is finite, infinite how many have none.",
-    {
-        "model": "str",
-        **dict.fromkeys(("layer", "head"), "int64"),
-        **dict.fromkeys(("quantity", "form"), "str"),
-        **dict.fromkeys(("ln_value", "ln_finite"), "float64"),
-        "infinite": "int64",
-        "holds": "bool",
-        "assumptions": "str",
-    },
+    columns_of(
+        "model str; layer head int64; quantity form str; ln_value ln_finite float64; infinite int64; holds bool; "
+        "assumptions str"
+    ),
 )
 PARAMETERS = Table(
     "parameters",
     "One row per parameter tensor: bounds beside measured slopes, natural logarithms; infinite: of how many "
     "inputs the sound constant is. ln_local and ln_point (of queries and keys, else NaN) bound the gradient.",
-    {
-        **dict.fromkeys(("model", "tensor"), "str"),
-        "layer": "int64",
-        "group": "str",
-        **dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_point"), "float64"),
-        **dict.fromkeys(("ln_gradient", "ln_secant"), "float64"),
-        "infinite": "int64",
-        "holds": "bool",
-    },
+    columns_of(
+        "model tensor str; layer int64; group str; ln_sound ln_paper ln_local ln_point ln_gradient ln_secant "
+        "float64; infinite int64; holds bool"
+    ),
 )
 
 SAMPLES = 100

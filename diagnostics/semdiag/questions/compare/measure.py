@@ -27,7 +27,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.compare import ComparePlan
 from semdiag_models import Encoder, InputError
 from semdiag_models.reading import require_memory
@@ -38,12 +38,10 @@ COMPARED_OUTPUTS = Table(
     "One row per sample: what the model answers, beside its base. Sums over the sample's targets (loss_base and "
     "loss, nats) and over its positions with a distribution (predictions; changed; divergence KL(base || model), "
     "nats); output_change: norm of the change of its outputs relative to their norm in the base.",
-    {
-        **dict.fromkeys(("model", "base"), "str"),
-        "sample": "int32",
-        **dict.fromkeys(("targets", "predictions", "changed"), "int64"),
-        **dict.fromkeys(("loss_base", "loss", "divergence", "output_change"), "float64"),
-    },
+    columns_of(
+        "model base str; sample int32; targets predictions changed int64; loss_base loss divergence output_change "
+        "float64"
+    ),
 )
 _SUMS = ("targets", "predictions", "changed", "loss", "divergence")
 

@@ -10,12 +10,12 @@ import pandas as pd
 from semdiag.capturing.loading import load
 from semdiag.measuring.measure import measure
 from semdiag.measuring.probe import Probe, Subject, percentiles
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 
 INITIALISATION = Table(
     "initialisation",
     "One row per run whose folder holds its initialisation: the median dispersion there (nats).",
-    {"model": "str", "samples": "int64", "dispersion": "float64"},
+    columns_of("model str; samples int64; dispersion float64"),
 )
 _FILE = "epoch-0.pt"
 

@@ -14,7 +14,7 @@ from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.outputs import masked_language
 from semdiag.measuring.probe import Probe, Subject, percentiles
-from semdiag.measuring.table import ALL, Table
+from semdiag.measuring.table import ALL, Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
 from semdiag.questions.k_sweep.budgets import (
@@ -81,12 +81,7 @@ SWEEP_ESTIMATES = Table(
     "sweep_estimates",
     "One row per k, quantity, statistic and target of a k-sweep whose queries were drawn, layers and heads "
     "pooled: the estimate with its 95% interval (empty where too few were drawn).",
-    {
-        "model": "str",
-        "k": "int64",
-        **dict.fromkeys(("quantity", "statistic", "target"), "str"),
-        **dict.fromkeys(("estimate", "low", "high"), "float64"),
-    },
+    columns_of("model str; k int64; quantity statistic target str; estimate low high float64"),
 )
 _TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, QUARTERS_TABLE, BUDGET_TABLE)
 

@@ -18,7 +18,7 @@ from semdiag.capturing.rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation, no_room
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.training_runs import token_ids
 from semdiag.measuring.words import FEWEST, counted
 from semdiag_models import InputError
@@ -32,15 +32,10 @@ QUARTERS_TABLE = Table(
         "taken as they are. Sums over the quarter: targets, loss (nats), predictions, divergence (nats). kept of "
         "keys: a quarter of the sample's part of all (NaN without a mask)."
     ),
-    {
-        "model": "str",
-        "length": "int64",
-        "mask": "str",
-        "k": "int64",
-        **dict.fromkeys(("sample", "quarter"), "int32"),
-        **dict.fromkeys(("targets", "predictions"), "int64"),
-        **dict.fromkeys(("loss", "divergence", "kept", "keys"), "float64"),
-    },
+    columns_of(
+        "model str; length int64; mask str; k int64; sample quarter int32; targets predictions int64; loss "
+        "divergence kept keys float64"
+    ),
 )
 
 
@@ -251,14 +246,10 @@ RERUN_TABLE = Table(
         "output_change: norm of the change of its outputs relative to their norm, +inf where that is no number, "
         "NaN where the sample has no position."
     ),
-    {
-        "model": "str",
-        "mask": "str",
-        "k": "int64",
-        **dict.fromkeys(("sample", "part", "chunk"), "int32"),
-        **dict.fromkeys(("targets", "correct", "predictions", "changed", "classes"), "int64"),
-        **dict.fromkeys(("loss", "divergence", "output_change", "kept", "keys"), "float64"),
-    },
+    columns_of(
+        "model mask str; k int64; sample part chunk int32; targets correct predictions changed classes int64; "
+        "loss divergence output_change kept keys float64"
+    ),
 )
 # Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1% of a perplexity);
 # where nothing but outputs is known, 5% of their norm.

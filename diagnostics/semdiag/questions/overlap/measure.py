@@ -18,19 +18,14 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import check_rows, scored_rows
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.probe import Probe, Subject, plan_of
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.overlap import OverlapPlan
 
 OVERLAP = Table(
     "overlap",
     "One row per sample and pair of places: two heads of one or of two layers for the same query (kind pair), or "
     "one head for a query and the one before it (kind previous). queries: how many drop a key at both places.",
-    {
-        "model": "str",
-        "kind": "str",
-        **dict.fromkeys(("sample", "layer", "head", "other_layer", "other_head", "queries"), "int32"),
-        **dict.fromkeys(("jaccard", "chance"), "float64"),
-    },
+    columns_of("model kind str; sample layer head other_layer other_head queries int32; jaccard chance float64"),
 )
 _ENTRIES = 2**26  # of the masks that are compared at a time
 
