@@ -72,7 +72,7 @@ class Answer:
 
     glance: Glance | None = None  # the verdict, as a tile of the page
     headline: Sequence[str] = ()  # sentences of the first screen
-    details: Sequence[str] | None = None  # sentences by model and pair; None: none are made
+    details: Sequence[str | NumberTable] | None = None  # by model and pair; None: none are made
     claims: Sequence[Finding] | None = None  # its claims with their verdicts; None: it judges none
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # by file name without suffix, as CSV
     tables_alone: Mapping[str, pd.DataFrame] = field(
@@ -106,7 +106,8 @@ def opening_of(answers: Sequence[Answer]) -> list[str]:
 def first_sentences(answers: Sequence[Answer], otherwise: int) -> list[str]:
     """Return the headlines of answers; where none has one, so many of their other sentences."""
     headlines = [sentence for answer in answers for sentence in answer.headline]
-    return headlines or [sentence for answer in answers for sentence in answer.details or ()][:otherwise]
+    details = [each for answer in answers for each in answer.details or () if isinstance(each, str)]
+    return headlines or details[:otherwise]
 
 
 def as_json(name: str, findings: Findings, answer: Answer) -> Summary:

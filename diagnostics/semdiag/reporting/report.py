@@ -102,7 +102,8 @@ def report_content(
     judged = {name: verdict_table(answer.claims) for name, answer in answers.items() if answer.claims is not None}
     if judged:
         content["findings"] = json_ready({name: table.to_dict("records") for name, table in judged.items()})
-    content["details"] = {name: answer.details for name, answer in answers.items() if answer.details is not None}
+    details = {name: answer.details for name, answer in answers.items() if answer.details is not None}
+    content["details"] = {name: [each for each in of if isinstance(each, str)] for name, of in details.items()}
     return content
 
 
@@ -275,9 +276,13 @@ def _write(
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
     headlines = {name: list(answer.headline) for name, answer in answers.items()}
     living = findings(head_cells) if "heads" in answers else None
+    grids = {
+        name: [each for each in own.details or () if not isinstance(each, str)] for name, own in answers.items()
+    }
     written["index.html"] = render_page(
         content, parts, pictures, measurements.non_finite, keep_queries, others, heads, headlines, living,
         LOOK if look else None,
+        grids,
     )  # fmt: skip
     for name, text in written.items():
         (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -1,6 +1,5 @@
 """What a number format does to masks: by model, format and layer, pooled, in words, and drawn."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +15,10 @@ from semdiag.measuring.words import (
     count,
     counted,
     fine_percent,
-    interval_words,
     percent,
     percent_interval,
     percent_span,
     plain,
-    strict_percent,
     text,
 )
 from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, with_facts
@@ -98,17 +95,6 @@ def precision_glance(findings: Findings) -> Glance:
     )
 
 
-def precision_sentences(findings: Findings) -> list[str]:
-    """Return a sentence for each model on what each number format does to its masks."""
-    sentences = []
-    for model, label in model_labels(findings.measurements.models).items():
-        parts = [part for of_format in precision_of(findings, model) for part in _of_format(of_format)]
-        words = mask_words(findings, model)
-        why = next(iter(refusals(findings, model)), words)
-        sentences.append(f"{label} ({words}): {' '.join(parts)}" if parts else f"{label}: {why}.")
-    return sentences
-
-
 def certified_words(row: Summary) -> str:
     """Return how many certified rows of a format changed or tied, in words; none may."""
     changed = row["certified_changed"]
@@ -121,24 +107,6 @@ def not_covered_words(row: Summary) -> str:
     if not row["not_covered"]:
         return ""
     return f"Not covered: {row['not_covered']:,} of {counted(row['queries'], 'row')} ({row['why']})."
-
-
-def _of_format(answer: Summary) -> Iterator[str]:
-    row, kind = answer["all"], answer["format"]
-    if row["queries"] > row["not_covered"]:
-        interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
-        yield (
-            f"In {kind} {strict_percent(row['changed'])} of the masks change however ties are broken "
-            f"({interval}), {strict_percent(row['tied'])} have a tie at the boundary, "
-            f"{strict_percent(row['changed_or_tied'])} either; certified {strict_percent(row['certified'])}."
-        )
-        if not math.isnan(row["lost_p50"]):
-            yield f"A changed row loses {row['lost_p50']:.2g} of its weight (median; mean {row['lost_mean']:.2g})."
-        yield certified_words(row)
-    else:
-        yield f"In {kind}:"
-    if row["not_covered"]:
-        yield not_covered_words(row)
 
 
 _SHOWN = (
@@ -194,8 +162,12 @@ def answer(findings: Findings) -> Answer:
     table = findings(precision_table)
     layer = table["layer"].astype(object).mask(table["layer"] == ALL, "all")
     tables = {"mask_precision": with_facts(findings, table.assign(layer=layer))} if len(table) else {}
-    glance = precision_glance(findings)
-    return Answer(glance, [glance.sentence] * (len(table) > 0), precision_sentences(findings), tables=tables)
+    glance, details = precision_glance(findings), list[str | NumberTable]()
+    for model, label in model_labels(findings.measurements.models).items():
+        words, formats = mask_words(findings, model), precision_of(findings, model)
+        details.append(f"{label}: {words if formats else next(iter(refusals(findings, model)), words)}.")
+        details += precision_rows(formats) if formats else ()
+    return Answer(glance, [glance.sentence] * (len(table) > 0), details, tables=tables)
 
 
 _MARKERS = "osD^vP*Xh<>"  # of noise levels or formats

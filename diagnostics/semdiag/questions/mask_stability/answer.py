@@ -17,7 +17,6 @@ from semdiag.measuring.words import (
     counted,
     fine_percent,
     interval,
-    interval_words,
     number_from_json,
     percent,
     percent_interval,
@@ -25,7 +24,6 @@ from semdiag.measuring.words import (
     plain,
 )
 from semdiag.presenting.answer import Answer, Folded, Glance, Heading, Outcome, title, with_facts
-from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import drawing
 from semdiag.presenting.tables import Column, NumberTable, not_shown
 from semdiag.questions.mask_precision.answer import (
@@ -108,51 +106,6 @@ def _middle_level(findings: Findings) -> tuple[float, pd.DataFrame]:
     table = findings(mask_table)
     table, levels = table[table["layer"] == ALL], sorted(table["level"].unique())
     return (float(levels[len(levels) // 2]) if levels else math.nan), table
-
-
-def mask_sentences(findings: Findings) -> list[str]:
-    """Return a sentence on the noise, then a few per model: masks that survive, the part of Δ, and outputs."""
-    if findings.measurements.masks.empty:
-        return ["Not applicable: no mask of these models depends on the input, so none can change."]
-    table, effects = findings(mask_table), findings(effect_table)
-    sentences = [f"{mask_facts(findings)}."]
-    for model, label in model_labels(findings.measurements.models).items():
-        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
-        if rows.empty:
-            sentences.append(f"{label}: {mask_words(findings, model)}.")
-            continue
-        changed, certified = int(rows["certified_changed"].sum()), int(rows["certified_rows"].sum())
-        fault = ", which is an error of semdiag" if changed else ""
-        parts = list(_levels(findings, rows, effects[effects["model"] == model]))
-        parts.append(f"Certified rows that changed: {changed:,} of {certified:,}{fault}.")
-        sentences.append(f"{label} ({mask_words(findings, model)}): {' '.join(parts)}")
-    return sentences
-
-
-def _levels(findings: Findings, rows: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
-    outputs = effects.set_index("level")
-    masks = findings.measurements.masks
-    samples = masks.loc[masks["model"].isin(rows["model"]), "sample"].nunique()
-    for row in rows.to_dict("records"):
-        known = row["level"] in outputs.index
-        flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
-        promised = f"; certified {row['certified']:.1%}, predicted {row['predicted']:.1%}"
-        interval = interval_words(row["exact_low"], row["exact_high"], "{:.1%}".format, samples)
-        yield (
-            f"Under {noise_words(findings, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
-            f"the same ({interval}{'' if np.isnan(row['predicted']) else promised}), {row['agreement']:.1%} of "
-            f"their keys are kept; {_correlation(row, samples)}{flipped}."
-        )
-
-
-def _correlation(row: dict[Any, Any], samples: int) -> str:
-    """Return the correlation of Δ with changes of masks, or why it is unknown."""
-    rho, low, high = (row[name] for name in ("spearman", "spearman_low", "spearman_high"))
-    if np.isnan(rho):
-        same = "no mask changes" if row["agreement"] == 1 else "Δ or the agreement is the same everywhere"
-        return f"{same}, and Δ has no rank correlation with disagreement"
-    ends = interval_words(low, high, samples=samples, level="")
-    return f"rank correlation of Δ with disagreement {rho:.2f} ({ends})"
 
 
 def masks_glance(findings: Findings) -> Glance:
@@ -282,10 +235,11 @@ def answer(findings: Findings) -> Answer:
     tables = {"mask_stability": with_facts(findings, all_by_name(table))}
     tables |= {"noise_effects": with_facts(findings, effects)} if len(effects) else {}
     glance = masks_glance(findings)
+    folded = [each for one in shown for each in (one.short if isinstance(one, Folded) else [one])]
     return Answer(
         glance,
         [glance.sentence] * (not table.empty),
-        mask_sentences(findings),
+        [f"{mask_facts(findings)}.", *folded] if len(table) else folded,
         tables=tables,
         results=results,
         shown=shown,
