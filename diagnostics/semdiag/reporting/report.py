@@ -276,9 +276,8 @@ def _write(
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
     headlines = {name: list(answer.headline) for name, answer in answers.items()}
     living = findings(head_cells) if "heads" in answers else None
-    grids = {
-        name: [each for each in own.details or () if not isinstance(each, str)] for name, own in answers.items()
-    }
+    details = {name: answer.details or () for name, answer in answers.items()}
+    grids = {name: [each for each in own if not isinstance(each, str)] for name, own in details.items()}
     written["index.html"] = render_page(
         content, parts, pictures, measurements.non_finite, keep_queries, others, heads, headlines, living,
         LOOK if look else None,

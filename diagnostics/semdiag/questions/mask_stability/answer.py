@@ -27,6 +27,7 @@ from semdiag.presenting.answer import Answer, Folded, Glance, Heading, Outcome, 
 from semdiag.presenting.drawing.style import drawing
 from semdiag.presenting.tables import Column, NumberTable, not_shown
 from semdiag.questions.mask_precision.answer import (
+    certified_words,
     draw_survival,
     mask_words,
     precision_of,
@@ -203,7 +204,7 @@ def _shown(name: str, result: Summary) -> Iterator[str | NumberTable | Folded]:
     left_out = len(whole) - len(short)
     note = [f"Shown are the {_LEAST_STABLE} heads whose masks change most. {not_shown(left_out)}"] * bool(left_out)
     yield Folded([NumberTable(_SHOWN_COLUMNS, short), *note], [NumberTable(_SHOWN_COLUMNS, whole)])
-    yield f"Certified rows that changed: {result['certified_changed']:,} of {result['certified_rows']:,}."
+    yield certified_words(result)
     yield from (_output(level) for level in levels if level["output"])  # unknown of an external model
 
 

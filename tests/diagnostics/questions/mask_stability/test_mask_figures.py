@@ -127,9 +127,8 @@ def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
 
 
 def said(findings):
-    return [
-        each for each in registry.QUESTIONS["mask-stability"].answered(findings).details if isinstance(each, str)
-    ]
+    details = registry.QUESTIONS["mask-stability"].answered(findings).details
+    return [each for each in details if isinstance(each, str)]
 
 
 def test_what_is_said_of_masks(pair, probed):
@@ -150,6 +149,7 @@ def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     told = found.masks.index[found.masks["level"] == LEVELS[1]]  # the level that the first screen tells
     found.masks.loc[told[0], "certified_changed"] = 1
     assert "; 1 of " in masks_glance(Findings(found)).words
+    assert "which is an error of semdiag" in " ".join(said(Findings(found)))
     assert registry.QUESTIONS["mask-stability"].json(Findings(found))["results"][0]["certified_changed"] == 1
 
 
