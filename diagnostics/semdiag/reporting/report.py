@@ -90,15 +90,12 @@ def report_content(
 ) -> dict[str, Any]:
     """Return a report as plain values, from the answers to its questions."""
     content: dict[str, Any] = {
-        "schema": schema("report"),
-        "command": command,
-        "provenance": json_ready(findings.measurements.provenance),
-        "verdict": verdict,
+        "schema": schema("report"), "command": command,
+        "provenance": json_ready(findings.measurements.provenance), "verdict": verdict,
         "glances": {name: answer.glance.to_dict() for name, answer in answers.items() if answer.glance},
         "pairs": json_ready([comparison.to_dict() for comparison in findings(pair_comparisons)]),
-        "results": model_rows(findings, [*answers]),
-        "figures": figures,
-    }
+        "results": model_rows(findings, [*answers]), "figures": figures,
+    }  # fmt: skip
     judged = {name: verdict_table(answer.claims) for name, answer in answers.items() if answer.claims is not None}
     if judged:
         content["findings"] = json_ready({name: table.to_dict("records") for name, table in judged.items()})

@@ -121,15 +121,12 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
     ]
     return tuple(
         Series(
-            model=str(row["model"]),
-            attention=row["attention"],
-            k=k,
-            length=int(row["length"]),
+            model=str(row["model"]), attention=row["attention"], k=k, length=int(row["length"]),
             label=label if labels.count(label) == 1 else f"{label} {path_tail(str(row['model']), paths)}",
             style=style,
         )
         for row, k, label, style in zip(rows, ks, labels, styles, strict=True)
-    )
+    )  # fmt: skip
 
 
 def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:

@@ -305,11 +305,8 @@ _PAIR = (
     Column("answer", "mask better?", plain, drop=NEVER),
 )  # fmt: skip
 _ANSWERS = {
-    Verdict.HOLDS: "yes",
-    Verdict.VIOLATED: "no",
-    Verdict.NOT_MET: "not met",
-    Verdict.NOTHING: "inconclusive",
-}
+    Verdict.HOLDS: "yes", Verdict.VIOLATED: "no", Verdict.NOT_MET: "not met", Verdict.NOTHING: "inconclusive",
+}  # fmt: skip
 
 
 def _shown(findings: Findings, model: str) -> Iterator[str | NumberTable]:

@@ -120,18 +120,13 @@ def _changes(before: Answers, after: Answers) -> dict[str, Any]:
 def own_copy(call: AttentionCall) -> AttentionCall:
     """Return a copy of a call without its L × L scores, in memory of its own."""
     return replace(
-        call,
-        q=_copy(call.q),
-        k=_copy(call.k),
-        v=_copy(call.v),
+        call, q=_copy(call.q), k=_copy(call.k), v=_copy(call.v),
         allowed=None if call.allowed is None else _narrow(call.allowed),
         queries=None if call.queries is None else _copy(call.queries),
-        selected=None if call.selected is None else _copy(call.selected),
-        mixed=_copy(call.mixed[..., :0]),
+        selected=None if call.selected is None else _copy(call.selected), mixed=_copy(call.mixed[..., :0]),
         bias=None if call.bias is None else _narrow(call.bias),
-        sinks=None if call.sinks is None else _copy(call.sinks),
-        fully_masked=None,
-    )
+        sinks=None if call.sinks is None else _copy(call.sinks), fully_masked=None,
+    )  # fmt: skip
 
 
 class KeptCalls:
@@ -289,16 +284,12 @@ def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
     overlap = overlaps(*chosen)[0].view(counts.shape).to(counts.device)
     variation = total_variation(base.weights, other.weights)
     terms = {
-        "queries": torch.ones_like(variation),
-        "total_variation": variation,
-        "largest": variation,
-        "dispersion_base": base.dispersion,
-        "dispersion": other.dispersion,
-        "moved": (other.dispersion - base.dispersion).abs(),
-        "top_queries": dropping.double(),
+        "queries": torch.ones_like(variation), "total_variation": variation, "largest": variation,
+        "dispersion_base": base.dispersion, "dispersion": other.dispersion,
+        "moved": (other.dispersion - base.dispersion).abs(), "top_queries": dropping.double(),
         "overlap": overlap.where(dropping, 0.0),
         **{name: values.square().sum(-1) for name, values in norms.items()},
-    }
+    }  # fmt: skip
     masked = {name: values.where(counts, 0.0) for name, values in terms.items()}
     return masked | {"left_out": (base.attending != other.attending).double()}
 
@@ -512,14 +503,9 @@ def compare_survey(
     dtypes = DTYPES[of_base.dtype], DTYPES[of_other.dtype]
     announce("one sample of both", 0)
     compare(
-        base,
-        other,
-        list(first_samples(inputs.batches, 1)),
-        top,
-        labels=inputs.labels,
-        device=device,
+        base, other, list(first_samples(inputs.batches, 1)), top, labels=inputs.labels, device=device,
         dtypes=dtypes,
-    )
+    )  # fmt: skip
     parts = [survey([base], replace(of_base, plans=()), announce, after_batch, own=True, given=inputs)]
     if has_diverged(parts[0]):
         raise InputError(f"{base.path} cannot be compared: its attention scores are not finite numbers.")

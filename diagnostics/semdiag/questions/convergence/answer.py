@@ -127,18 +127,15 @@ def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 **{name: runs[name].iloc[0] for name in ("group", "task", "attention", "kind")},
-                "seeds": len(runs),
-                "arrived": int(arrived.sum()),
+                "seeds": len(runs), "arrived": int(arrived.sum()),
                 "median_epochs": kaplan_meier_median(last_epochs.tolist(), arrived.tolist()),
-                "epochs_low": epochs.interval_low,
-                "epochs_high": epochs.interval_high,
-                "coverage": epochs.coverage,
-                **_speed_up_over_seeds(pairs_of_runs),
+                "epochs_low": epochs.interval_low, "epochs_high": epochs.interval_high,
+                "coverage": epochs.coverage, **_speed_up_over_seeds(pairs_of_runs),
                 "logrank_p": _logrank(full, runs) if runs["attention"].iloc[0] != "full" else math.nan,
                 "best_holdout_accuracy": float(runs["best_holdout_accuracy"].median()),
                 "gap": float(runs["gap"].median()),
             }
-        )
+        )  # fmt: skip
     return pd.DataFrame(rows, columns=_OVER_SEEDS)
 
 

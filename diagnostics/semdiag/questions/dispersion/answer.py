@@ -193,17 +193,11 @@ class PairComparison:
         """Return the comparison as plain values."""
         gate, ratio = self.gate, self.ratio
         return {
-            "label": gate.pair.label,
-            "snapshot": self.snapshot,
-            "full": gate.pair.full,
-            "topk": gate.pair.other,
-            "dispersion_full": gate.full,
-            "dispersion_topk": gate.topk,
-            "passed": gate.passed,
-            "failed": list(gate.failed),
-            "unknown": list(gate.unknown),
+            "label": gate.pair.label, "snapshot": self.snapshot, "full": gate.pair.full, "topk": gate.pair.other,
+            "dispersion_full": gate.full, "dispersion_topk": gate.topk, "passed": gate.passed,
+            "failed": list(gate.failed), "unknown": list(gate.unknown),
             "median_ratio": {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high, "confidence": 0.95},
-        }
+        }  # fmt: skip
 
 
 def pair_comparisons(findings: Findings) -> list[PairComparison]:

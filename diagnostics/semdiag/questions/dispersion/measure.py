@@ -52,10 +52,6 @@ def _initialisation_of(subject: Subject) -> Path | None:
 
 
 PROBE = Probe(
-    name="the initialisation",
-    plan=InitialisationPlan,
-    tables=(INITIALISATION,),
-    measure=_measure,
-    reported=lambda options: InitialisationPlan(),
-    draws=True,
-)
+    name="the initialisation", plan=InitialisationPlan, tables=(INITIALISATION,), measure=_measure,
+    reported=lambda options: InitialisationPlan(), draws=True,
+)  # fmt: skip

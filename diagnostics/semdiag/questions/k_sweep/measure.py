@@ -67,15 +67,11 @@ K_SWEEP_TABLE = Table(
     "sweep",
     "One row per k, layer, head (ALL: pooled) and quantity: percentiles within a model.",
     {
-        "model": "str",
-        **dict.fromkeys(("layer", "head", "k"), "int64"),
-        "quantity": "str",
-        "queries": "int64",
-        "mean": "float64",
-        **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
+        "model": "str", **dict.fromkeys(("layer", "head", "k"), "int64"), "quantity": "str", "queries": "int64",
+        "mean": "float64", **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
         **dict.fromkeys(("undefined", "not_positive"), "int64"),
     },
-)
+)  # fmt: skip
 
 SWEEP_ESTIMATES = Table(
     "sweep_estimates",

@@ -67,10 +67,6 @@ def _measure(subject: Subject, plan: LandscapePlan, prepared: Any) -> Mapping[st
 
 
 PROBE = Probe(
-    "loss surface",
-    LandscapePlan,
-    (LANDSCAPE,),
-    _measure,
-    steps=lambda plan: int(plan.points),
+    "loss surface", LandscapePlan, (LANDSCAPE,), _measure, steps=lambda plan: int(plan.points),
     reported=lambda options: LandscapePlan() if options.thorough else None,
-)
+)  # fmt: skip

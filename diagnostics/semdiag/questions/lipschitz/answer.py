@@ -193,15 +193,10 @@ def answer(findings: Findings) -> Answer:
         shown += [f"\n{pair.label}: secants of {pair.other} over those of {pair.full}", _ratio_cells(ratios)]
     sentences = lipschitz_sentences(findings)
     return Answer(
-        measured_glance(findings, findings.measurements.loss_gradients),
-        details=sentences,
-        opening=sentences,
+        measured_glance(findings, findings.measurements.loss_gradients), details=sentences, opening=sentences,
         claims=[*judged, *(f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair))],
-        tables=_tables(findings),
-        results=results,
-        more={"scope": SCOPE, "pairs": pairs},
-        shown=[*shown, SCOPE],
-    )
+        tables=_tables(findings), results=results, more={"scope": SCOPE, "pairs": pairs}, shown=[*shown, SCOPE],
+    )  # fmt: skip
 
 
 def _result(findings: Findings, model: str) -> Summary:

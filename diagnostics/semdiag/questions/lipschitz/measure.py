@@ -324,11 +324,7 @@ def _measure(subject: Subject, plan: LipschitzPlan, prepared: Any) -> Mapping[st
 
 
 PROBE = Probe(
-    "Lipschitz estimates",
-    LipschitzPlan,
-    TABLES,
-    _measure,
-    steps=_settings,
+    "Lipschitz estimates", LipschitzPlan, TABLES, _measure, steps=_settings,
     provenance=lambda plan, samples, few: {"lipschitz_samples": min(plan.samples, samples)},
     reported=lambda options: LipschitzPlan() if options.thorough else None,
-)
+)  # fmt: skip

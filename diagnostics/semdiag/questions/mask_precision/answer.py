@@ -67,15 +67,11 @@ def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
         share = sum_ratio_interval(counts[name].to_numpy(), covered, share=True).if_varied()
         estimates |= share.columns(name)
     return {
-        "queries": int(part["queries"].sum()),
-        "not_covered": int(part["not_covered"].sum()),
+        "queries": int(part["queries"].sum()), "not_covered": int(part["not_covered"].sum()),
         "certified_rows": int(part["certified"].sum()),
-        "certified_changed": int(part["certified_changed"].sum()),
-        **estimates,
-        "lost_p50": float(lost.median()),
-        "lost_mean": float(lost.mean()),
-        "why": "; ".join(sorted({*part["why"]} - {""})),
-    }
+        "certified_changed": int(part["certified_changed"].sum()), **estimates, "lost_p50": float(lost.median()),
+        "lost_mean": float(lost.mean()), "why": "; ".join(sorted({*part["why"]} - {""})),
+    }  # fmt: skip
 
 
 def precision_glance(findings: Findings) -> Glance:

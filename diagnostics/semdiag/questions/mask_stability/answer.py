@@ -223,28 +223,22 @@ def answer(findings: Findings) -> Answer:
             levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
         results[model] = json_ready(
             {
-                "mask": mask_words(findings, model),
-                "applicable": bool(precision) or not of_model.empty,
+                "mask": mask_words(findings, model), "applicable": bool(precision) or not of_model.empty,
                 "refused": refusals(findings, model),
                 "certified_changed": int(pooled["certified_changed"].sum()),
-                "certified_rows": int(pooled["certified_rows"].sum()),
-                "levels": levels,
-                "precision": precision,
+                "certified_rows": int(pooled["certified_rows"].sum()), "levels": levels, "precision": precision,
             }
-        )
+        )  # fmt: skip
         shown += _shown(title(findings, model), results[model])
     tables = {"mask_stability": with_facts(findings, all_by_name(table))}
     tables |= {"noise_effects": with_facts(findings, effects)} if len(effects) else {}
     glance = masks_glance(findings)
     folded = [each for one in shown for each in (one.short if isinstance(one, Folded) else [one])]
     return Answer(
-        glance,
-        [glance.sentence] * (not table.empty),
-        [f"{mask_facts(findings)}.", *folded] if len(table) else folded,
-        tables=tables,
-        results=results,
+        glance, [glance.sentence] * (not table.empty),
+        [f"{mask_facts(findings)}.", *folded] if len(table) else folded, tables=tables, results=results,
         shown=shown,
-    )
+    )  # fmt: skip
 
 
 @drawing(

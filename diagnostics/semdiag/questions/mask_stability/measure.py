@@ -121,13 +121,10 @@ def effects_table(
     parts = []
     for at, level in enumerate(levels):
         columns = {
-            "level": level,
-            "sample": np.arange(count, dtype=np.int32),
-            "logit_change": change[at],
-            "flipped": flipped[at],
-            "correct_before": (before == truth).double() * known,
+            "level": level, "sample": np.arange(count, dtype=np.int32), "logit_change": change[at],
+            "flipped": flipped[at], "correct_before": (before == truth).double() * known,
             "correct_after": (after[:, at] == truth).double().mean(0) * known,
-        }
+        }  # fmt: skip
         parts.append(pd.DataFrame({"model": model, **columns}))
     return NOISE_EFFECTS.of_parts(parts)
 

@@ -70,13 +70,10 @@ def answer(findings: Findings) -> Answer:
             reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
             shown.append(f"{title(findings, model)}: {reason}")
     return Answer(
-        glance=measured_glance(findings, findings.measurements.overlap),
-        details=overlap_sentences(findings),
-        tables={"overlap": with_facts(findings, table)},
-        results=results,
-        more={"k": findings.measurements.provenance.get("overlap_k")},
-        shown=shown,
-    )
+        glance=measured_glance(findings, findings.measurements.overlap), details=overlap_sentences(findings),
+        tables={"overlap": with_facts(findings, table)}, results=results,
+        more={"k": findings.measurements.provenance.get("overlap_k")}, shown=shown,
+    )  # fmt: skip
 
 
 def _layer(layer: int) -> str:

@@ -177,13 +177,10 @@ def _table(
     ends = zip(("layer", "head", "other_layer", "other_head"), columns, strict=True)
     return pd.DataFrame(
         {
-            **dict(ends),
-            "kind": kind,
-            "queries": queries.numpy(),
-            "jaccard": jaccard.numpy(),
+            **dict(ends), "kind": kind, "queries": queries.numpy(), "jaccard": jaccard.numpy(),
             "chance": chance.numpy(),
         }
-    )
+    )  # fmt: skip
 
 
 def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared: Tensor) -> float:
@@ -216,9 +213,6 @@ def _measure(subject: Subject, plan: OverlapPlan, prepared: Any) -> Mapping[str,
 
 
 PROBE = Probe(
-    "overlap",
-    OverlapPlan,
-    (OVERLAP,),
-    _measure,
+    "overlap", OverlapPlan, (OVERLAP,), _measure,
     provenance=lambda plan, samples, few: {"overlap_k": plan.k, "probe_samples": few},
-)
+)  # fmt: skip

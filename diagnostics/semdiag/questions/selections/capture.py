@@ -149,15 +149,10 @@ def _last(scores: Tensor, dim: int) -> bool:
 
 
 _HANDLERS: dict[Any, Callable[..., None]] = {
-    _ATEN.topk.default: _Watch.topk,
-    _ATEN.argmax.default: _Watch.argmax,
-    _ATEN.sort.default: _Watch.sort,
-    _ATEN.sort.stable: _Watch.sort,
-    _ATEN.slice.Tensor: _Watch.sliced,
-    _ATEN.gather.default: _Watch.gather,
-    _ATEN._softmax.default: _Watch.softmax,
-    _ATEN.sigmoid.default: _Watch.sigmoid,
-}
+    _ATEN.topk.default: _Watch.topk, _ATEN.argmax.default: _Watch.argmax, _ATEN.sort.default: _Watch.sort,
+    _ATEN.sort.stable: _Watch.sort, _ATEN.slice.Tensor: _Watch.sliced, _ATEN.gather.default: _Watch.gather,
+    _ATEN._softmax.default: _Watch.softmax, _ATEN.sigmoid.default: _Watch.sigmoid,
+}  # fmt: skip
 
 
 def in_stages(selected: list[Selected]) -> list[tuple[Selected, Selected | None]]:
@@ -280,11 +275,8 @@ def own_rows(
 ) -> tuple[OwnRows, Choices]:
     """Return what a selection chose for all real tokens together, and token by token."""
     k, n, keys, samples = (
-        chosen.indices.shape[-1],
-        chosen.scores.shape[-1],
-        place.kind == "keys",
-        place.tokens.samples,
-    )
+        chosen.indices.shape[-1], chosen.scores.shape[-1], place.kind == "keys", place.tokens.samples,
+    )  # fmt: skip
     flat = chosen.scores.ndim == 2
     shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
     real, unmatched = _real(place, shape[-1])

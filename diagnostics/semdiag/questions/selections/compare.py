@@ -134,15 +134,11 @@ def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
         lost = weight_lost(one.sets, other.sets, one.weight)
     return pd.DataFrame(
         {
-            "token": np.arange(number) // each,
-            "layer": layer,
-            "head": head,
-            "overlap": overlap.numpy(),
+            "token": np.arange(number) // each, "layer": layer, "head": head, "overlap": overlap.numpy(),
             "displacement": displacement.numpy(),
-            "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]),
-            "lost": lost.numpy(),
+            "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]), "lost": lost.numpy(),
         }
-    )
+    )  # fmt: skip
 
 
 def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> np.ndarray:

@@ -124,7 +124,8 @@ def answer(findings: Findings) -> Answer:
     return Answer(
         separation_glance(findings),
         separation_in_short(findings),
-        tables={name: percentile_csv(findings, name) for name in ("separation", "load")} | within_csv(findings),
+        tables={name: percentile_csv(findings, name) for name in ("separation", "load")},
+        tables_alone=within_csv(findings),
         results=results,
         shown=percentile_tables(findings, "separation", results),
     )

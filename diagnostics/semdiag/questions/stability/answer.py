@@ -233,14 +233,9 @@ def answer(findings: Findings) -> Answer:
         tables["gains"] = medians.reset_index()
     glance = stability_glance(findings)
     return Answer(
-        glance,
-        [glance.sentence],
-        [*stability_sentences(findings), *gain_sentences(findings)],
-        judged,
-        tables=tables,
-        results=results,
-        shown=shown,
-    )
+        glance, [glance.sentence], [*stability_sentences(findings), *gain_sentences(findings)], judged,
+        tables=tables, results=results, shown=shown,
+    )  # fmt: skip
 
 
 def _result(measured: Measurements, attention: str) -> Summary:

@@ -312,11 +312,7 @@ def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str,
 
 
 PROBE = Probe(
-    "secants",
-    SecantsPlan,
-    (SECANTS, GAINS),
-    _measure,
-    prepare=lambda plan, conditions: conditions.min_keys,
+    "secants", SecantsPlan, (SECANTS, GAINS), _measure, prepare=lambda plan, conditions: conditions.min_keys,
     provenance=lambda plan, samples, few: {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)},
     reported=lambda options: SecantsPlan(options.noise),
-)
+)  # fmt: skip
