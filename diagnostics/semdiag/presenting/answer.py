@@ -134,6 +134,11 @@ class Heading:
     caveats: tuple[str, ...]  # what the answer does not cover
 
 
+def heading(anchor: str, title: str, figures: tuple[Drawing, ...], *caveats: str) -> tuple[Heading, ...]:
+    """Return the headings of a question that has one."""
+    return (Heading(anchor, title, figures, caveats),)
+
+
 def measured_glance(findings: Findings, table: pd.DataFrame) -> Glance:
     """Return the glance of a question without a single number: how many models were measured."""
     models = counted(len(findings.measurements.models), "model")

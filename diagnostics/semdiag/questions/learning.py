@@ -16,7 +16,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE
 from semdiag.measuring.training_runs import TARGET, epochs_to
 from semdiag.measuring.words import count_of, counted
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, top_words
+from semdiag.presenting.answer import Answer, Glance, Outcome, heading, top_words
 from semdiag.presenting.drawing.panels import POINTS, NothingToDrawError, Panel, Series, model_labels, panels_of
 from semdiag.presenting.drawing.style import FAINT, decades, drawing, finished, panel_grid, panel_inches
 
@@ -204,14 +204,7 @@ def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
         )  # fmt: skip
 
 
-HEADINGS = (
-    Heading(
-        "learning",
-        "Did it learn faster?",
-        (training_curves,),
-        (
-            "One run per curve: a different seed can shift the arrival by many epochs. Epochs are counted, not "
-            "seconds.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "learning", "Did it learn faster?", (training_curves,),
+    "One run per curve: a different seed can shift the arrival by many epochs. Epochs are counted, not seconds.",
+)  # fmt: skip

@@ -13,7 +13,7 @@ from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.training_runs import NOT_BEGUN, TARGET, UNFINISHED, epochs_to, setting_labels
 from semdiag.measuring.words import interval, percent, plain, text, two_decimals
-from semdiag.presenting.answer import MOST, Answer, Heading, measured_glance, with_run_facts
+from semdiag.presenting.answer import MOST, Answer, heading, measured_glance, with_run_facts
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.learning import reach_sentences, target_of, training_curves
 
@@ -339,17 +339,11 @@ def answer(findings: Findings) -> Answer:
     )
 
 
-HEADINGS = (
-    Heading(
-        "convergence",
-        "Which attention learns faster, and by how much?",
-        (training_curves,),
-        (
-            "Runs that never reach the target are censored, not dropped: medians of epochs are Kaplan–Meier "
-            "estimates, those of speed-ups ranges. Intervals over seeds are order statistics, with their "
-            "confidence; one seed has none.",
-            "Epochs are counted, not seconds. Dispersion and speed are both measured after training: that they go "
-            "together does not show that one causes the other.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "convergence", "Which attention learns faster, and by how much?", (training_curves,),
+    "Runs that never reach the target are censored, not dropped: medians of epochs are Kaplan–Meier estimates, "
+    "those of speed-ups ranges. Intervals over seeds are order statistics, with their confidence; one seed has "
+    "none.",
+    "Epochs are counted, not seconds. Dispersion and speed are both measured after training: that they go "
+    "together does not show that one causes the other.",
+)  # fmt: skip

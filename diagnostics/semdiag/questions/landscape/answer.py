@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
 from semdiag.measuring.words import counted, number_words, text
-from semdiag.presenting.answer import Answer, Heading, measured_glance, title, with_facts
+from semdiag.presenting.answer import Answer, heading, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
 from semdiag.presenting.tables import Column, NumberTable
@@ -195,16 +195,10 @@ def _draw_cells(ax: Axes, plane: pd.DataFrame, name: str, scale: Normalize, colo
     return image
 
 
-HEADINGS = (
-    Heading(
-        "landscape",
-        "What does the loss look like around the checkpoint?",
-        (landscape_contour,),
-        (
-            "A plane shows two of more than a hundred thousand directions, and random ones miss the steep ones: a "
-            "flat picture does not mean a flat loss.",
-            "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length "
-            "at distance 1. One trained model per surface says nothing of other seeds.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "landscape", "What does the loss look like around the checkpoint?", (landscape_contour,),
+    "A plane shows two of more than a hundred thousand directions, and random ones miss the steep ones: a flat "
+    "picture does not mean a flat loss.",
+    "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length at "
+    "distance 1. One trained model per surface says nothing of other seeds.",
+)  # fmt: skip

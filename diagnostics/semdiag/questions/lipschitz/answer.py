@@ -27,7 +27,7 @@ from semdiag.measuring.findings.resampling import interval_ends
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import FEWEST, counted, interval, number, text
-from semdiag.presenting.answer import Answer, Heading, measured_glance, title, verdict_line, with_facts
+from semdiag.presenting.answer import Answer, heading, measured_glance, title, verdict_line, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -319,17 +319,11 @@ def _draw_percentiles(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:
     ax.set_yscale("log")
 
 
-HEADINGS = (
-    Heading(
-        "lipschitz",
-        "How steep is the loss around the checkpoint?",
-        (lipschitz_percentiles,),
-        (
-            "A trained model whose loss is near 0 is flat nearby whatever its attention: compare the "
-            "initialisations as well (the runs' epoch-0.pt).",
-            "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms. "
-            "With a top-k mask the loss jumps where a key is swapped: secants see it, gradients do not.",
-            "The intervals are about other random planes around these models, not about other training runs.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "lipschitz", "How steep is the loss around the checkpoint?", (lipschitz_percentiles,),
+    "A trained model whose loss is near 0 is flat nearby whatever its attention: compare the initialisations as "
+    "well (the runs' epoch-0.pt).",
+    "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms. With a "
+    "top-k mask the loss jumps where a key is swapped: secants see it, gradients do not.",
+    "The intervals are about other random planes around these models, not about other training runs.",
+)  # fmt: skip

@@ -21,7 +21,7 @@ from semdiag.measuring.words import (
     plain,
     text,
 )
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, with_facts
+from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, number_layers, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -223,18 +223,12 @@ def masks_in_formats(findings: Findings) -> Figure:
     return draw_survival(findings, "rounded_masks", table[table["layer"] != ALL], note)
 
 
-HEADINGS = (
-    Heading(
-        "mask-precision",
-        "Do masks survive a number format?",
-        (masks_in_formats,),
-        (
-            "Certified: no rounding of operands, sum and score can move a kept score below a dropped one, or "
-            "level with it. The proof holds for an error model (docs/theory.md), not for an engine's bugs.",
-            "The error model rounds queries and keys without a scale, adds in float32 and rounds the scaled score "
-            "once more. Rows with a bias, a soft-cap or sinks are not covered, and are left out of every share.",
-            "Rounding is not passed on from layer to layer. A full-attention model is judged by the mask that "
-            "top-k would choose.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "mask-precision", "Do masks survive a number format?", (masks_in_formats,),
+    "Certified: no rounding of operands, sum and score can move a kept score below a dropped one, or level with "
+    "it. The proof holds for an error model (docs/theory.md), not for an engine's bugs.",
+    "The error model rounds queries and keys without a scale, adds in float32 and rounds the scaled score once "
+    "more. Rows with a bias, a soft-cap or sinks are not covered, and are left out of every share.",
+    "Rounding is not passed on from layer to layer. A full-attention model is judged by the mask that top-k would "
+    "choose.",
+)  # fmt: skip

@@ -23,7 +23,7 @@ from semdiag.measuring.words import (
     percent_span,
     plain,
 )
-from semdiag.presenting.answer import Answer, Folded, Glance, Heading, Outcome, title, with_facts
+from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, heading, title, with_facts
 from semdiag.presenting.drawing.style import drawing
 from semdiag.presenting.tables import Column, NumberTable, not_shown
 from semdiag.questions.mask_precision.answer import (
@@ -256,18 +256,12 @@ def masks_unchanged(findings: Findings) -> Figure:
     return draw_survival(findings, "masks", table.rename(columns=names), note)
 
 
-HEADINGS = (
-    Heading(
-        "mask-stability",
-        "Do masks survive noise?",
-        (masks_unchanged,),
-        (
-            "A full-attention model drops no key: the mask judged is the one that top-k would choose from its "
-            "scores, on which its output does not depend.",
-            "Certified: the scores provably move too little to change the mask. A certified mask that changed "
-            "would be an error of semdiag.",
-            "The noise is Gaussian, unlike that of data or of an adversary. Intervals are about other inputs of "
-            "the same kind.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "mask-stability", "Do masks survive noise?", (masks_unchanged,),
+    "A full-attention model drops no key: the mask judged is the one that top-k would choose from its scores, on "
+    "which its output does not depend.",
+    "Certified: the scores provably move too little to change the mask. A certified mask that changed would be an "
+    "error of semdiag.",
+    "The noise is Gaussian, unlike that of data or of an adversary. Intervals are about other inputs of the same "
+    "kind.",
+)  # fmt: skip

@@ -13,7 +13,7 @@ from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval, interval_words, text, three_decimals
-from semdiag.presenting.answer import Answer, Heading, measured_glance, title, with_facts
+from semdiag.presenting.answer import Answer, heading, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import CELLS, NothingToDrawError, hatch_missing, ink, model_labels
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -161,16 +161,10 @@ def mask_overlap(findings: Findings) -> Figure:
     return figure
 
 
-HEADINGS = (
-    Heading(
-        "overlap",
-        "Do layers keep the same keys?",
-        (mask_overlap,),
-        (
-            "A model that keeps every key is judged by the masks that top-k would choose from its scores. Queries "
-            "with too few keys to drop one are left out.",
-            "The index counts keys, not weights: two heads may share all but the key that matters. Masks that do "
-            "not depend on the input overlap by construction.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "overlap", "Do layers keep the same keys?", (mask_overlap,),
+    "A model that keeps every key is judged by the masks that top-k would choose from its scores. Queries with "
+    "too few keys to drop one are left out.",
+    "The index counts keys, not weights: two heads may share all but the key that matters. Masks that do not "
+    "depend on the input overlap by construction.",
+)  # fmt: skip

@@ -34,8 +34,8 @@ from semdiag.measuring.words import counted, interval_words, number_words, perce
 from semdiag.presenting.answer import (
     Answer,
     Glance,
-    Heading,
     Outcome,
+    heading,
     title,
     verdict_line,
     verdict_table,
@@ -502,18 +502,12 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
         )  # fmt: skip
 
 
-HEADINGS = (
-    Heading(
-        "stability",
-        "Is the stability bound respected?",
-        (stability_curves,),
-        (
-            "A constant bounds the worst pair of rows; the response is an average under one kind of noise. A "
-            "small δ can lower the first and leave the second high.",
-            "ξ bounds the attention weights by the change of the scores, not by noise at the input: earlier "
-            "layers and Γ decide that.",
-            "The heavy-hitter form takes the larger δ and the smaller Δ of both rows. Rows with Δ ≤ 0 are "
-            "counted, not judged.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "stability", "Is the stability bound respected?", (stability_curves,),
+    "A constant bounds the worst pair of rows; the response is an average under one kind of noise. A small δ can "
+    "lower the first and leave the second high.",
+    "ξ bounds the attention weights by the change of the scores, not by noise at the input: earlier layers and Γ "
+    "decide that.",
+    "The heavy-hitter form takes the larger δ and the smaller Δ of both rows. Rows with Δ ≤ 0 are counted, not "
+    "judged.",
+)  # fmt: skip
