@@ -177,7 +177,7 @@ def _draw_cells(ax: Axes, plane: pd.DataFrame, name: str, scale: Normalize, colo
     x, y, values = (np.array(found[each]) for each in ("x", "y", name))
     values = np.where(np.isfinite(values), values, np.nan)
     logarithmic = isinstance(scale, LogNorm)
-    drawn = np.where(values <= 0, scale.vmin, values) if logarithmic else values
+    drawn = np.where(values <= 0, scale.vmin or 0.0, values) if logarithmic else values
     colormap = matplotlib.colormaps[colors].with_extremes(bad="#cc4444")
     image = ax.pcolormesh(x, y, drawn, norm=scale, cmap=colormap, shading="nearest", rasterized=True)
     ends = float(scale.vmin or 0.0), float(scale.vmax or 1.0)
