@@ -414,23 +414,16 @@ def stability_curves(findings: Findings) -> Figure:
         f"{labels[model]}, layer {layer} ({number})"
         for (model, layer), number in zip(found.index.tolist(), found, strict=True)
     ]
+    levels = ", ".join(percent(level, "g") for level in sorted(rows["level"].unique()))
+    samples = counted(int(rows.groupby("model")["sample"].nunique().max()), "sample")
     return finished(
         figure,
-        f"{_noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
+        f"input noise {levels} of each embedded token's RMS, {samples} per model, one draw each; at most {POINTS} "
+        f"points per panel.\nUp to {_EXCEEDING} above the "
         "paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
         "it says nothing. Rows of top-k masks are not shown: their ξ depends on Δ as well."
         + (f"\nAbove the paper's form, most first: {'; '.join(above)}." if above else ""),
     )
-
-
-def _noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Return in words the noise level, samples and draws behind some secants."""
-    levels = ", ".join(percent(level, "g") for level in sorted(secants["level"].unique()))
-    samples = int(secants.groupby("model")["sample"].nunique().max())
-    seed = findings.measurements.provenance.get("seed")
-    drawn = "" if seed is None else f" (seed {seed})"
-    count = f"{counted(samples, 'sample')} per model"
-    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"
 
 
 def _lengths(rows: pd.DataFrame) -> list[int]:
