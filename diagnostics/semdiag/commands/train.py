@@ -199,45 +199,35 @@ _data, _text, _run = (partial(options.option, panel=panel) for panel in ("Data",
 
 @_options
 def train(
-    task: Annotated[
-        str,
-        typer.Argument(
-            help="Task to learn; see [bold]semdiag list tasks[/].", autocompletion=options.names(options.TASKS)
-        ),
-    ],
-    seeds: Annotated[
-        str,
-        _data(
-            "Train several seeds, like 1,2,3, each in a folder of its own: on CUDA together, elsewhere one after "
-            "the other.",
-            metavar="SEED,SEED",
-        ),
-    ] = "",
+    task: Annotated[str, typer.Argument(
+        help="Task to learn; see [bold]semdiag list tasks[/].", autocompletion=options.names(options.TASKS),
+    )],
+    seeds: Annotated[str, _data(
+        "Train several seeds, like 1,2,3, each in a folder of its own: on CUDA together, elsewhere one after the "
+        "other.", metavar="SEED,SEED",
+    )] = "",
     text: Annotated[Path | None, _text("For the task text: the UTF-8 file to learn.")] = None,
-    holdout_text: Annotated[
-        Path | None, _text("File of held-out text. Default: the last tenth of the lines of --text.")
-    ] = None,
-    pieces: Annotated[
-        str | None, _text("How SentencePiece cuts the text into pieces: unigram or bpe.", show_default="unigram")
-    ] = None,
+    holdout_text: Annotated[Path | None, _text(
+        "File of held-out text. Default: the last tenth of the lines of --text.",
+    )] = None,
+    pieces: Annotated[str | None, _text(
+        "How SentencePiece cuts the text into pieces: unigram or bpe.", show_default="unigram",
+    )] = None,
     tokenizer: Annotated[str | None, typer.Option(hidden=True)] = None,
     vocabulary: Annotated[int | None, _text("Number of different pieces.", show_default="4096")] = None,
-    out: Annotated[
-        Path | None,
-        _run(
-            "Folder of the run. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: the folder that "
-            "holds such folders."
-        ),
-    ] = None,
+    out: Annotated[Path | None, _run(
+        "Folder of the run. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: the folder that holds "
+        "such folders.",
+    )] = None,
     resume: Annotated[bool, _run("Continue after the last saved epoch.", "--resume")] = False,
     overwrite: Annotated[bool, _run("Start anew in a folder that holds a run already.", "--overwrite")] = False,
-    device: Annotated[
-        str, _run("cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.")
-    ] = "auto",
+    device: Annotated[str, _run(
+        "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
+    )] = "auto",
     threads: Annotated[int | None, _run("CPU threads. The same number is needed to repeat a run exactly.")] = None,
     quiet: Annotated[bool, _run("Show no progress bar.", "--quiet")] = False,
     **chosen: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Train an encoder and keep its checkpoints.
 
     Without further options it follows the paper's recipe for the task; "recipe" below means a default that depends
