@@ -29,6 +29,7 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.compare import ComparePlan
+from semdiag.questions.k_sweep.rerun import output_notes
 from semdiag_models import Encoder, InputError
 from semdiag_models.reading import require_memory
 from semdiag_models.training import find_device, with_float64
@@ -58,18 +59,10 @@ class Outputs:
     @property
     def notes(self) -> list[tuple[str, str]]:
         """Return remarks on how outputs were compared, each with a code."""
-        notes, reader = [], self._reader
         if self.reason:
-            notes.append((f"outputs are not compared: {self.reason}", "outputs-not-compared"))
-        elif reader is not None and reader.others:
-            notes.append((f"of its outputs {reader.others}", "outputs-compared"))
-        elif reader is not None and reader.reason:
-            text = f"logits are compared as outputs, not as a distribution: {reader.reason}"
-            notes.append((text, "logits-as-outputs"))
-        elif reader is not None and reader.loss:
-            text = f"the loss that is compared is the cross-entropy of logits and labels: {reader.loss}"
-            notes.append((text, "loss-of-logits"))
-        return notes
+            return [(f"outputs are not compared: {self.reason}", "outputs-not-compared")]
+        reader = self._reader
+        return [] if reader is None else output_notes(reader.others, reader.unread, reader.reason, reader.loss)
 
     def prepare(self, batch: Batch, labels: Tensor | None, run_base: Callable[[Batch], Any]) -> None:
         """Learn from the first batch how to read outputs."""

@@ -329,8 +329,10 @@ def rerun(
         )
     for name, (_, why) in sorted(passed.refused.items(), key=lambda each: each[1]):
         remark(f"{name} was not run: {why}", "kind-not-run")
-    if passed.reader:
-        _remark_outputs(passed.reader, passed.drew, remark)
+    if passed.drew:
+        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
+    for text, code in output_notes(*passed.reader) if passed.reader else ():
+        remark(text, code)
     for place in sorted(passed.quarters):
         for row in passed.quarters[place]:
             quarters(row)
@@ -370,18 +372,13 @@ def _check_labels(labels: Any, samples: int) -> None:
         raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
 
 
-def _remark_outputs(
-    reader: tuple[str, Sequence[str], str, str], drew: bool, remark: Callable[[str, str], None]
-) -> None:
-    """Remark on how outputs are compared, and that forward passes draw random numbers, if they do."""
-    others, unread, reason, loss = reader
+def output_notes(others: str, unread: Sequence[str], reason: str, loss: str) -> list[tuple[str, str]]:
+    """Return remarks on how outputs are read, as a reader's others, unread, reason and loss say it; with codes."""
     read_alone = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
-    for wanted, text, code in (
-        (drew, f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward"),
+    notes = (
         (others, f"of its outputs {others}", "outputs-compared"),
         (unread, read_alone, "labels-unread"),
         (reason, f"logits are compared as outputs, not as a distribution: {reason}", "logits-as-outputs"),
         (loss, f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits"),
-    ):
-        if wanted:
-            remark(text, code)
+    )
+    return [(text, code) for wanted, text, code in notes if wanted]
