@@ -386,6 +386,7 @@ class Range(NamedTuple):
     """The 5th to 95th percentile, over a model's heads, of each head's median over queries."""
 
     model: str
+    tokens: int  # of its longest text
     low: float
     high: float
 
@@ -396,7 +397,7 @@ def reference_ranges(quantity: str) -> tuple[Range, ...]:
     with files("semdiag.presenting.drawing").joinpath("reference_ranges.csv").open(encoding="utf-8") as file:
         table = pd.read_csv(file)
     rows = table[(table["quantity"] == quantity) & table["model"].isin(_MODELS)].to_dict("records")
-    return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in rows)
+    return tuple(Range(str(row["model"]), int(row["tokens"]), float(row["p5"]), float(row["p95"])) for row in rows)
 
 
 def other_ranges(quantity: str, models: Iterable[str]) -> list[Range]:
@@ -409,10 +410,13 @@ def draw_band(ax: Axes, quantity: str, models: Iterable[str]) -> None:
     """Shade the range of other models behind a panel."""
     if ranges := other_ranges(quantity, models):
         low, high = min(each.low for each in ranges), max(each.high for each in ranges)
-        label = f"heads of {' and '.join(each.model for each in ranges)}"
+        label = f"heads of {' and '.join(f'{each.model} ({each.tokens:,} tokens)' for each in ranges)}"
         ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
 
 
 def reference_words(quantity: str, models: Iterable[str]) -> str:
-    """Return the ranges of other models in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
-    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in other_ranges(quantity, models))
+    """Return the ranges of other models in words, like ``11–26 (SmolLM2, 2,048 tokens)``."""
+    return ", ".join(
+        f"{each.low:g}–{each.high:g} ({each.model}, {each.tokens:,} tokens)"
+        for each in other_ranges(quantity, models)
+    )
