@@ -25,9 +25,9 @@ from semdiag.measuring.words import counted, span_words
 from semdiag.presenting.answer import (
     Answer,
     Glance,
-    Heading,
     Outcome,
     drawn_word,
+    heading,
     percentile_csv,
     top_words,
     within_csv,
@@ -222,23 +222,12 @@ def _shares(words: str, series: Sequence[Series], pooled: Mapping[str, Percentil
     return [f"{words}: {', '.join(said)}"] if said else []
 
 
-HEADINGS = (
-    Heading(
-        "separation",
-        "Is the mask well separated?",
-        (separation_by_layer,),
-        (
-            "Full attention drops no key, so Δ is undefined there. Masks that ignore the scores, and bottom-k, "
-            "drop larger ones than they keep: Δ ≤ 0. A tie has Δ = 0.",
-        ),
-    ),
-    Heading(
-        "load",
-        "Which keys carry the load?",
-        (key_load,),
-        (
-            "Loads are raw counts within one sequence, layers and heads pooled. They count how often a key is "
-            "kept, not the weight it gets.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "separation", "Is the mask well separated?", (separation_by_layer,),
+    "Full attention drops no key, so Δ is undefined there. Masks that ignore the scores, and bottom-k, drop "
+    "larger ones than they keep: Δ ≤ 0. A tie has Δ = 0.",
+) + heading(
+    "load", "Which keys carry the load?", (key_load,),
+    "Loads are raw counts within one sequence, layers and heads pooled. They count how often a key is kept, not "
+    "the weight it gets.",
+)  # fmt: skip
