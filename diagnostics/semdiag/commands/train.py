@@ -107,15 +107,11 @@ class TrainingProgress(TimedBar):
         self._several = len(trainers) > 1
         start = f"training {counted(len(trainers), 'run')} for {counted(training.epochs, 'epoch')}"
         super().__init__(
-            ("epoch {task.fields[epoch]}/{task.fields[epochs]}", "", "left", "{task.fields[accuracy]}"),
-            quiet,
-            f"{start} of {counted(steps, 'step')}",
-            total=training.epochs * steps * len(trainers),
+            ("epoch {task.fields[epoch]}/{task.fields[epochs]}", "", "left", "{task.fields[accuracy]}"), quiet,
+            f"{start} of {counted(steps, 'step')}", total=training.epochs * steps * len(trainers),
             completed=sum(trainer.epoch for trainer in trainers) * steps,
-            epoch=min(trainer.epoch for trainer in trainers),
-            epochs=training.epochs,
-            accuracy="",
-        )
+            epoch=min(trainer.epoch for trainer in trainers), epochs=training.epochs, accuracy="",
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -180,13 +176,10 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         shown = said.get("shown", field.default if field.default not in (None, (), False) else "")
         completed = options.ATTENTIONS if field.name == "attention" else tuple(said["known"])
         option = typer.Option(
-            *said.get("flags", f"--{field.name.replace('_', '-')}").split(),
-            help=said["help"],
-            metavar=said.get("metavar"),
-            show_default=str(shown) if shown != "" else False,
-            rich_help_panel=said["panel"],
-            autocompletion=options.names(completed) if completed else None,
-        )
+            *said.get("flags", f"--{field.name.replace('_', '-')}").split(), help=said["help"],
+            metavar=said.get("metavar"), show_default=str(shown) if shown != "" else False,
+            rich_help_panel=said["panel"], autocompletion=options.names(completed) if completed else None,
+        )  # fmt: skip
         values: Any = str if "metavar" in said else {"bool": bool, "int": int, "float": float, "str": str}[kind]
         annotation: Any = Annotated[bool if kind == "bool" else values | None, option]
         default = False if kind == "bool" else None
@@ -299,12 +292,9 @@ def _train(
                 train_seed_runs(seeds, provenance, bar.epoch, bar.batch)
             else:
                 train_run(
-                    folders[first],
-                    first,
-                    provenance,
-                    lambda progress: bar.epoch(first, progress),
+                    folders[first], first, provenance, lambda progress: bar.epoch(first, progress),
                     lambda: bar.batch(first),
-                )
+                )  # fmt: skip
         except KeyboardInterrupt:
             tell(f"Stopped; {_saved(folders)}. To go on, add --resume.")
             raise typer.Exit(130) from None

@@ -10,11 +10,6 @@ import typer
 from semdiag.presenting import options
 from semdiag.presenting.question import Asked, Question
 
-_LEFT_OUT = (
-    *("labels", "samples", "batch_size", "min_keys", "jobs", "ray"),
-    *("out", "as_json", "per_query", "figures"),
-)
-
 
 def _ask(
     model: Annotated[Path, typer.Argument(
@@ -79,5 +74,7 @@ QUESTION = Question(
     [bold]semdiag look hf:PATH --text "The capital of France is"[/]
     """,
     ask=_ask,
-    leave_out=_LEFT_OUT,
-)
+    leave_out=(
+        "labels", "samples", "batch_size", "min_keys", "jobs", "ray", "out", "as_json", "per_query", "figures",
+    ),
+)  # fmt: skip
