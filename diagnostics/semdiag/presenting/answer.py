@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from markupsafe import Markup
 
-from semdiag.measuring.findings.estimates import all_by_name, drawn, percentile_table, within_table
+from semdiag.measuring.findings.estimates import all_by_name, drawn, percentile_table
 from semdiag.measuring.findings.findings import MODEL_FACTS, Finding, Findings, Summary, Verdict, json_object
 from semdiag.measuring.words import counted, finite
 from semdiag.presenting.drawing.panels import factors
@@ -230,12 +230,6 @@ def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
 def percentile_csv(findings: Findings, quantity: str) -> pd.DataFrame:
     """Return percentiles of a quantity per layer and head, and pooled, with the model's facts."""
     return with_facts(findings, all_by_name(findings(percentile_table, quantity)))
-
-
-def within_csv(findings: Findings) -> dict[str, pd.DataFrame]:
-    """Return the table of what every counterfactual k would keep, by its file's name; nothing without one."""
-    table = findings(within_table)
-    return {} if table.empty else {"within": all_by_name(table)}
 
 
 _LONGEST = 80  # characters of a name: file systems allow 255 bytes, and a character takes up to four

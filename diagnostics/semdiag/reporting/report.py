@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import external
 from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
+from semdiag.measuring.findings.estimates import all_by_name, estimate_table, sampling_sentences, within_table
 from semdiag.measuring.findings.findings import (
     Findings,
     has_schema,
@@ -301,6 +301,8 @@ def in_short(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:
 def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.DataFrame]:
     """Return the tables to write as CSV; percentiles of δ are in every report."""
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    if len(within := findings(within_table)):
+        tables["within"] = all_by_name(within)
     if len(findings.measurements.projections):
         tables["projections"] = findings.measurements.projections
     for answer in answers.values():

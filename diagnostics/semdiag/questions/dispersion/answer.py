@@ -32,7 +32,7 @@ from semdiag.measuring.findings.findings import (
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import count_of, counted, interval_words, ratio_words, span_words
-from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words, within_csv
+from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.percentile_tables import percentile_tables
@@ -432,7 +432,7 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
 def answer(findings: Findings) -> Answer:
     """Return how far apart the scores of a query are, and whether top-k attention has the smaller range."""
     results, recall = findings(dispersion_results), findings(recall_table)
-    tables = {"dispersion": percentile_csv(findings, "dispersion"), **within_csv(findings)}
+    tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if not external(findings.measurements.models).all():
         tables["dispersion_ratio"] = findings(layer_ratios)
     return Answer(

@@ -30,7 +30,6 @@ from semdiag.presenting.answer import (
     heading,
     percentile_csv,
     top_words,
-    within_csv,
 )
 from semdiag.presenting.drawing.panels import (
     READING,
@@ -125,7 +124,6 @@ def answer(findings: Findings) -> Answer:
         separation_glance(findings),
         separation_in_short(findings),
         tables={name: percentile_csv(findings, name) for name in ("separation", "load")},
-        tables_alone=within_csv(findings),
         results=results,
         shown=percentile_tables(findings, "separation", results),
     )

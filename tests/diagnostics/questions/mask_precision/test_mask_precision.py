@@ -244,7 +244,7 @@ def test_what_is_said_of_each_model(by_hand):
         "float8_e4m3fn: Certified rows that changed: 0 of 36. Not covered: 24 of 144 rows (scores with a bias)."
     )
     assert second.rows[-1][0:2] == ("float8_e4m3fn", "all")
-    assert {"30.0%", "45.0%", "20.0%", "55.0%", "0.2", "0.3"} <= {*second.rows[-1]}
+    assert {"30.0%", "45.00%", "20.00%", "55.00%", "0.2", "0.3"} <= {*second.rows[-1]}
     assert len(first.rows) == len(second.rows) == 6
     assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
     glance = precision_glance(Findings(by_hand))
