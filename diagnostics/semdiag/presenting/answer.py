@@ -168,7 +168,7 @@ _ANSWERS = {
     Verdict.VIOLATED: "does not hold",
     Verdict.VACUOUS: "is too loose to test: it holds for every row, whatever was measured",
     Verdict.NOT_MET: "does not apply, an assumption is not met",
-    Verdict.NOTHING: "nothing conclusive",
+    Verdict.NOTHING: "inconclusive",
 }
 
 

@@ -1,6 +1,6 @@
 """Models in panels that differ in nothing but attention, their labels, and ranges in words."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from semdiag.capturing.attention_call import external
 from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
+from semdiag.measuring.words import significant
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     AttentionStyle,
@@ -193,6 +194,30 @@ def layer_boxes(
             draw_letter_values(ax, x, 0.85 * width, row, style, extreme, narrow=narrow)
     number_layers(ax, layers)
     ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
+
+
+def layers_span(symbol: str, tables: Iterable[pd.DataFrame]) -> str:
+    """Return in words between which layers' medians a quantity in nats lies."""
+    rows = pd.concat(tables, ignore_index=True)
+    medians, layers = rows["p50"][np.isfinite(rows["p50"])], rows["layer"]
+    if medians.empty:
+        return f"{symbol} undefined"
+    low, high = medians.idxmin(), medians.idxmax()
+    most = f" to {significant(medians[high], 2)} in layer {layers[high]}" * (low != high)
+    return f"median {symbol} of {significant(medians[low], 2)} nats in layer {layers[low]}{most}"
+
+
+def kinds_of(series: Sequence[Series]) -> list[str]:
+    """Return the kinds of attention of a panel's models, with their k where one kind has several models."""
+    names = [each.style.name for each in series]
+    return [each.label if names.count(name) > 1 else name for each, name in zip(series, names, strict=True)]
+
+
+def layers_with(series: Sequence[Series], holds: Sequence["pd.Series[bool]"]) -> str:
+    """Return in how many layers something holds of each model, like ``4 of 5 layers with top-k``."""
+    counts = [f"{of.sum()} of {len(of)}" for of in holds]
+    said = [f"{count} with {kind}" for count, kind in zip(counts, kinds_of(series), strict=True)]
+    return ", ".join(said).replace(" with", " layers with", 1)
 
 
 def logarithmic_limits(ax: Axes, low: float, high: float) -> None:

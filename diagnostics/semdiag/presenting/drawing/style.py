@@ -40,6 +40,7 @@ _FULL, _TOPK, _SHARED, _WINDOW, _BLOCKS, _RANDOM = "#3d3d3d", "#c2570c", "#0b66b
 INK, FAINT, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
 _SMALL = 9.0  # points: 12 pixels of a page
 _LETTERS_PER_INCH = 17.5  # of 7-point text
+_FEW_LETTERS = 8  # of the numbers beside an axis: names take room of their own
 _LAYER_INCHES = 0.3  # for a number of two digits and room beside it
 
 PAPER: dict[Any, Any] = {
@@ -212,7 +213,9 @@ def panel_inches(ax: Axes) -> float:
     """Return roughly the width of a panel in inches, without its labels."""
     place = ax.get_subplotspec()
     columns = 1 if place is None else place.get_gridspec().ncols
-    return page_width() / columns - (1.0 if _STACKED.get() else 0.55)
+    names = max(len(label.get_text()) for each in ax.figure.axes for label in each.get_yticklabels() or [Text()])
+    room = page_width() - max(0, names - _FEW_LETTERS) * 9 / 7 / _LETTERS_PER_INCH
+    return room / columns - (1.0 if _STACKED.get() else 0.55)
 
 
 def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:

@@ -411,7 +411,7 @@ def corollary_conditions(findings: Findings) -> Figure:
     note_below(
         figure,
         "A cell counts pairs. Blue: the mask has the better guarantee in all of them; orange: full attention has; "
-        "grey: neither, or it cannot be told. W and X: the conditions in the weights and in the input. "
+        "grey: neither, or inconclusive. W and X: the conditions in the weights and in the input. "
         f"{HEURISTIC[0].upper()}{HEURISTIC[1:]}, separation at the mirrored percentiles (25, 10, 5, 0).",
     )
     return figure

@@ -266,7 +266,8 @@ def convergence_in_short(findings: Findings) -> list[str]:
         }
         kinds = [row["attention"] for row in by_speed]
         parts = [f"{kind} {arrived[kind]}{speeds.get(kind, '')}" for kind in kinds]
-        sentences.append(f"{group}: {start} to {target} training accuracy: {'; '.join(parts)}.")
+        sentences.append(f"{group}: {start} to {target} training accuracy: {parts[0]}.")
+        sentences += [f"{group}, the others: {'; '.join(parts[1:])}."] if parts[1:] else []
     return sentences + reach_sentences(findings) + _reservations(findings, runs)
 
 

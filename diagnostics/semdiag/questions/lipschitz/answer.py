@@ -233,12 +233,20 @@ def _tables(findings: Findings) -> dict[str, pd.DataFrame]:
 
 
 def lipschitz_sentences(findings: Findings) -> list[str]:
-    """Say whether top-k has the smaller estimates, and whether each stays below its bound."""
-    judged = {pair.label: findings(ordering_findings, pair) for pair in findings(compared_pairs)}
-    for model, label in model_labels(findings.measurements.models).items():
-        judged[label] = [f for f in findings(estimate_findings) if f.subject == model]
-    sentences = [f"{label}: {' '.join(f'{verdict_line(f)}.' for f in of)}" for label, of in judged.items() if of]
-    return sentences or ["Nothing is known of the steepness of these models' loss."]
+    """Say in how many cases a sparse model's loss is less steep, how many estimates exceed bounds, and each."""
+    ordered = [f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair)]
+    bounded, labels = findings(estimate_findings), model_labels(findings.measurements.models)
+    if not [*ordered, *bounded]:
+        return ["Nothing is known of the steepness of these models' loss."]
+    less, steeper = (sum(f.verdict == word for f in ordered) for word in (Verdict.HOLDS, Verdict.VIOLATED))
+    exceeding, below = (sum(int(f.numbers[name]) for f in bounded) for name in ("violated", "holds"))
+    first = f"{exceeding:,} of {counted(exceeding + below, 'estimate')} exceed their bound"
+    if ordered:
+        cases = f"{less} of {counted(len(ordered), 'case')} (percentiles of secants), steeper in {steeper}"
+        cases += f", inconclusive in {len(ordered) - less - steeper}"
+        first = f"The loss is less steep around the sparse model in {cases}; {first}"
+    each = [f"{labels.get(f.subject, f.subject)}: {verdict_line(f)}." for f in [*ordered, *bounded]]
+    return [f"{first}.", *each]
 
 
 def _ratio(estimate: float, low: float | None, high: float | None) -> str:
@@ -267,7 +275,7 @@ def _ratio_cells(ratios: list[Summary]) -> NumberTable:
     "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random planes "
     "against the radius, logarithmic axes, with 95% bands, attention kinds together: {shown}.",
     "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
-    "top-k. Where the bands overlap, these planes do not settle it.",
+    "top-k. Where the bands overlap, the planes are inconclusive.",
 )
 def lipschitz_percentiles(findings: Findings) -> Figure:
     """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands."""

@@ -91,7 +91,7 @@ _BETWEEN = {"layers": "two layers", "heads": "two heads of a layer", "previous":
 
 
 def overlap_sentences(findings: Findings) -> list[str]:
-    """Return a sentence for each model on how much the masks of layers, heads and successive queries overlap."""
+    """Return sentences for each model on how much the masks of layers, heads and successive queries overlap."""
     table, models = findings(overlap_table), findings.measurements.models
     kinds = dict(zip(models["model"], models["attention"], strict=True))
     ends = partial(interval_words, form="{:.3f}".format, level="")
@@ -106,11 +106,9 @@ def overlap_sentences(findings: Findings) -> list[str]:
         ]
         k = findings.measurements.provenance.get("overlap_k")
         supposed = f", the mask that top-{k} would choose" if kinds[model] in DENSE else ""
-        sentences.append(
-            f"{label}{supposed}: mean Jaccard index of the kept keys of {', of '.join(parts)}."
-            if parts
-            else f"{label}{supposed}: no query drops a key at both of two places, so nothing can be compared."
-        )
+        nothing = "no query drops a key at both of two places, so nothing can be compared"
+        said = [f"mean Jaccard index of the kept keys of {part}" for part in parts] or [nothing]
+        sentences += [f"{label}{supposed}: {each}." for each in said]
     return sentences
 
 

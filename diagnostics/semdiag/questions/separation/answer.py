@@ -37,7 +37,9 @@ from semdiag.presenting.drawing.panels import (
     Panel,
     Series,
     exceedance_curve,
+    kinds_of,
     layer_boxes,
+    layers_span,
     logarithmic_limits,
     panels_of,
     positive_range,
@@ -197,7 +199,11 @@ def separation_by_layer(findings: Findings) -> Figure:
         logarithmic_limits(ax, low, high)
         shown = [series for series in panel.series if _defined(pooled.get(series.model))]
         layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
-        title_with_facts(ax, panel.title, _shares("Δ ≤ 0 of queries", shown, pooled))
+        apart = [series for series in shown if pooled[series.model]["p50"] > 0] or shown
+        found = (
+            f"{layers_span('Δ', (tables[series.model] for series in apart))} with {' and '.join(kinds_of(apart))}"
+        )
+        title_with_facts(ax, f"{panel.title}: {found}", _shares("Δ ≤ 0 of queries", shown, pooled))
     axes[0].set_ylabel("semantic separation Δ (nats)")
     return finished(
         figure,

@@ -332,7 +332,7 @@ def _response(row: Mapping[Any, Any], samples: int) -> str:
     more = "more" if min(row["low"], row["ratio"]) > 1 else "less" if max(row["high"], row["ratio"]) < 1 else ""
     if more:
         return f"{start} moves this model's attention {more} than its counterpart's ({means})."
-    return f"{start} does not tell whether this model's attention moves more than its counterpart's ({means})."
+    return f"{start}: inconclusive whether this model's attention moves more than its counterpart's ({means})."
 
 
 def gain_sentences(findings: Findings) -> list[str]:
