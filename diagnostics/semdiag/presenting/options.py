@@ -20,6 +20,7 @@ RULES = (
     *(f"{metric}.{statistic}" for metric in ("dispersion", "separation", "load") for statistic in STATISTICS),
     "accuracy", "residual",
 )  # fmt: skip
+SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
 _MOST = 200  # number of runs offered
 
 

@@ -24,8 +24,7 @@ from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
-from semdiag.presenting.options import check_least
-from semdiag.questions.mask_stability import SUPPOSED_K
+from semdiag.presenting.options import SUPPOSED_K, check_least
 from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
 from semdiag_models import InputError
 

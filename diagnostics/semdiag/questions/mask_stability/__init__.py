@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from semdiag.presenting import options
-from semdiag.presenting.options import chosen, option
+from semdiag.presenting.options import SUPPOSED_K, chosen, option
 from semdiag.presenting.question import Asked, Question
 from semdiag.questions.stability import NOISE, check_levels
 
-SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
 _NOISE = "Which noise"
 
 

@@ -20,7 +20,8 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table, columns_of
-from semdiag.questions.mask_stability import SUPPOSED_K, NoisePlan
+from semdiag.presenting.options import SUPPOSED_K
+from semdiag.questions.mask_stability import NoisePlan
 from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, small_parts, token_size
 from semdiag_models import InputError
