@@ -36,7 +36,7 @@ def pack(folder: Path, schema: str) -> int:
             strict=True,
         ):
             table.to_parquet(path, index=False, compression="zstd")
-        back = read_tables(*written)
+        back = read_tables(*written, *(path.stat().st_mtime_ns for path in written))
         wrong = [name for name, record in records.items() if not _same(back[name], record)]
         if wrong:
             raise InputError(

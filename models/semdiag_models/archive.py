@@ -5,70 +5,69 @@ import pickletools
 import zipfile
 from typing import Any, BinaryIO
 
+from semdiag_models.reading import InputError
+
 _LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
 _LONGEST_NAME = 300  # largest number of characters of a member's or a global's name
 _DEEPEST = 50  # largest number of levels of nested containers
 _SAVE_AGAIN = "A file of torch before 1.6 can be saved again: torch.save(torch.load(OLD, weights_only=True), NEW)"
+_WIDTHS = {  # bytes per element, by the start of the storage's class name
+    "ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "BFloat16": 2, "Float": 4, "Int": 4, "Half": 2,
+    "Short": 2,
+}  # fmt: skip
 
 
-class DamagedError(Exception):
-    """Raised for a file that is not read; the message goes on after the file's path."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"is not a checkpoint, or it is truncated ({reason}).")
+def damaged(reason: str) -> InputError:
+    """Return the error for a file that is not read; its message goes on after the file's path."""
+    return InputError(f"is not a checkpoint, or it is truncated ({reason}).")
 
 
-class CodeError(DamagedError):
-    """Raised for a file that contains code."""
-
-    def __init__(self, code: str) -> None:
-        Exception.__init__(
-            self, f"refused: it holds the code object {code[:120]}, and checkpoints are read as data only. Save a "
-            "state dict of tensors instead; for a model of your own name a function that builds it: "
-            "package.module:function.",
-        )  # fmt: skip
+def holding_code(code: str) -> InputError:
+    """Return the error for a file that contains code."""
+    return InputError(
+        f"refused: it holds the code object {code[:120]}, and checkpoints are read as data only. Save a state "
+        "dict of tensors instead; for a model of your own name a function that builds it: package.module:function."
+    )
 
 
 def check_archive(file: BinaryIO) -> str | None:
-    """Refuse what breaks torch's reader: compressed members, deep nesting, storages larger than their member."""
+    """Refuse what breaks torch's reader; return the first member with a wrong checksum."""
     try:
         with zipfile.ZipFile(file) as archive:
-            wrong = _check_members(archive, file)
-    except DamagedError:
+            members, wrong = archive.infolist(), None
+            sizes = {member.filename.lower().rpartition("/")[2]: member.file_size for member in members}
+            for problem, there in (
+                ("compressed members, which torch.save never writes", any(m.compress_type for m in members)),
+                ("names of members that are too long", any(len(m.filename) > _LONGEST_NAME for m in members)),
+                (
+                    "members that are larger than the file",
+                    sum(m.file_size for m in members) > file.seek(0, io.SEEK_END),
+                ),
+            ):
+                if there:
+                    raise damaged(problem)
+            wrong = archive.testzip()
+            for member in members:
+                if member.filename.lower().endswith("data.pkl"):
+                    if member.file_size > _LARGEST_PICKLE:
+                        raise damaged("a pickle that is too large")
+                    _check_pickle(_content(file, member), sizes)
+    except InputError:
         raise
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError, EOFError) as error:
         if code := code_in(file):
-            raise CodeError(code) from None
-        raise DamagedError(f"no zip archive as torch.save writes it. {_SAVE_AGAIN}") from error
+            raise holding_code(code) from None
+        raise damaged(f"no zip archive as torch.save writes it. {_SAVE_AGAIN}") from error
     file.seek(0)
     return wrong
 
 
-def _check_members(archive: zipfile.ZipFile, file: BinaryIO) -> str | None:
-    members = archive.infolist()
-    sizes = {member.filename.lower().rpartition("/")[2]: member.file_size for member in members}
-    for problem, there in (
-        ("compressed members, which torch.save never writes", any(m.compress_type for m in members)),
-        ("names of members that are too long", any(len(m.filename) > _LONGEST_NAME for m in members)),
-        ("members that are larger than the file", sum(m.file_size for m in members) > file.seek(0, io.SEEK_END)),
-    ):
-        if there:
-            raise DamagedError(problem)
-    wrong = archive.testzip()  # the first member with a wrong checksum
-    for member in members:
-        if member.filename.lower().endswith("data.pkl"):
-            if member.file_size > _LARGEST_PICKLE:
-                raise DamagedError("a pickle that is too large")
-            _check_pickle(_content(file, member.header_offset, member.file_size), sizes)
-    return wrong
-
-
-def _content(file: BinaryIO, header: int, size: int) -> bytes:
+def _content(file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
     """Return the bytes of a stored member, whatever their checksum."""
-    file.seek(header + 26)
+    file.seek(member.header_offset + 26)
     name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
-    file.seek(header + 30 + name + extra)
-    return file.read(size)
+    file.seek(member.header_offset + 30 + name + extra)
+    return file.read(member.file_size)
 
 
 def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
@@ -84,11 +83,13 @@ def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
             elif name in ("BINGET", "LONG_BINGET", "GET"):
                 stack.append(memo[argument])
             elif name in ("GLOBAL", "INST") and len(str(argument)) > _LONGEST_NAME:
-                raise CodeError(".".join(str(argument).split()))  # torch's search of its message is quadratic
+                raise holding_code(".".join(str(argument).split()))  # torch's search of its message is quadratic
             elif name not in ("PROTO", "FRAME"):
                 _step(opcode, argument, stack, marks, sizes)
+    except InputError:
+        raise
     except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DamagedError("a damaged pickle") from error
+        raise damaged("a damaged pickle") from error
 
 
 def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes: dict[str, int]) -> None:
@@ -103,21 +104,15 @@ def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes:
         _, kind, key, _, elements = taken[0][1]
         width = next((n for word, n in _WIDTHS.items() if word in str(kind)), 1)
         if not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]:
-            raise DamagedError("a storage that is larger than what is stored of it")
+            raise damaged("a storage that is larger than what is stored of it")
     changed = opcode.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
     inner = max((depth for depth, _ in taken[changed:]), default=0)
     depth = max(taken[0][0], inner + 1) if changed else inner + 1 if taken else 0
     if depth > _DEEPEST:
-        raise DamagedError("containers that are nested too deeply")
+        raise damaged("containers that are nested too deeply")
     value = tuple(value for _, value in taken) if opcode.name.startswith("TUPLE") else argument
     for _ in opcode.stack_after:
         stack.append((depth, value))
-
-
-_WIDTHS = {  # bytes per element, by the start of the storage's class name
-    "ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "BFloat16": 2, "Float": 4, "Int": 4, "Half": 2,
-    "Short": 2,
-}  # fmt: skip
 
 
 def code_in(file: BinaryIO) -> str | None:
@@ -128,7 +123,7 @@ def code_in(file: BinaryIO) -> str | None:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 member = next(m for m in archive.infolist() if m.filename.lower().endswith("data.pkl"))
-                data = _content(file, member.header_offset, member.file_size)
+                data = _content(file, member)
         stream = io.BytesIO(data)
         strings = list[str]()  # STACK_GLOBAL follows those of module and name
         while True:

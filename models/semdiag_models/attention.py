@@ -30,9 +30,6 @@ def _per_strip(device: torch.device, entries: int) -> int:
     return max(1, _STRIP * (1 if device.type == "cpu" else _LARGER) // entries)
 
 
-# --- keys by their scores
-
-
 @torch.no_grad()
 def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sign: int = 1) -> Tensor:
     """Select the k keys with the largest scores; with a sign of -1, the smallest."""
@@ -67,12 +64,8 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         from semdiag_models.largest_of_rows import MOST, largest_of_rows  # which needs Triton
 
         if k <= MOST[0] and scores.shape[-1] <= MOST[1]:
-            values, positions = largest_of_rows(scores, k)
-            return values, positions
+            return largest_of_rows(scores, k)  # type: ignore[no-any-return]
     return scores.topk(k, -1)
-
-
-# --- keys by their positions
 
 
 def band(length: int, k: int) -> Tensor:
@@ -87,10 +80,9 @@ def block(length: int, k: int) -> Tensor:
     return keys.masked_fill(keys >= length, -1)
 
 
-Pattern = Callable[[int, int], Tensor]
-
-
-def local(pattern: Pattern, q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
+def local(
+    pattern: Callable[[int, int], Tensor], q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention"
+) -> Tensor:
     """Select the keys of a pattern."""
     batch, heads, length, _ = q.shape
     positions = _around(pattern, length, layer.config.k or 1, *layer.core.everywhere, layer.core.apart, q.device)
@@ -102,9 +94,7 @@ def local(pattern: Pattern, q: Tensor, keys: Tensor, valid: Tensor | None, layer
 
 
 @lru_cache(maxsize=32)
-def _around(
-    pattern: Pattern, length: int, k: int, first: int, last: int, apart: bool, device: torch.device
-) -> Tensor:
+def _around(pattern: Any, length: int, k: int, first: int, last: int, apart: bool, device: torch.device) -> Tensor:
     """Return (L, k + first + last): a pattern's keys and the global tokens, whose own rows are empty."""
     inner = length - first - last
     near = pattern(inner, k)
@@ -114,31 +104,16 @@ def _around(
     return F.pad(torch.cat([front, near, back], 1), (0, 0, first, last), value=-1).to(device)
 
 
-# --- keys drawn at random
-
-
-def random(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
-    """Select k keys drawn once for each block, head and query."""
-    return _foremost(_orders(q, layer, layer.config.selection_seed), valid, q, layer)
-
-
-def redrawn(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
-    """Select k keys drawn anew at every forward pass, the same for all samples."""
-    if layer.training or layer.draw_seed is None:
-        return _foremost(torch.rand(*q.shape[1:3], q.shape[2], device=q.device), valid, q, layer)
-    return _foremost(_orders(q, layer, layer.draw_seed), valid, q, layer)
-
-
-def _orders(q: Tensor, layer: "Attention", seed: int) -> Tensor:
-    c, length = layer.config, q.shape[2]
-    orders = random_priorities(seed, c.blocks, c.heads, c.length + c.extra_tokens, q.device)
-    return orders[layer.layer, :, :length, :length]
-
-
 @torch.no_grad()
-def _foremost(priorities: Tensor, valid: Tensor | None, q: Tensor, layer: "Attention") -> Tensor:
-    """Return the k valid keys with the largest priorities (H, L, L)."""
-    k = min(layer.config.k or 1, q.shape[2])
+def random(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", anew: bool = False) -> Tensor:
+    """Select k keys drawn for each block, head and query: once, or anew at every forward pass."""
+    c, length = layer.config, q.shape[2]
+    seed, k = layer.draw_seed if anew else c.selection_seed, min(c.k or 1, length)
+    if anew and (seed is None or layer.training):
+        priorities = torch.rand(c.heads, length, length, device=q.device)
+    else:
+        orders = random_priorities(seed or 0, c.blocks, c.heads, c.length + c.extra_tokens, q.device)
+        priorities = orders[layer.layer, :, :length, :length]
     if valid is None:
         return priorities.topk(k, -1).indices.expand(len(q), -1, -1, -1)
     parts = []
@@ -155,9 +130,6 @@ def random_priorities(seed: int, blocks: int, heads: int, length: int, device: t
     size = (heads, length, length)
     drawn = [torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") for _ in range(blocks)]
     return torch.stack([each.argsort(dim=-1, stable=True).to(device, torch.int32) for each in drawn])
-
-
-# --- keys by hashes
 
 
 @torch.no_grad()
@@ -192,9 +164,7 @@ def bucket_codes(x: Tensor, directions: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def hash_directions(
-    seed: int, shape: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype
-) -> Tensor:
+def hash_directions(seed: int, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Draw a model's hash functions, on the CPU in float64 whatever the device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
@@ -215,9 +185,6 @@ def distinct(positions: Tensor) -> Tensor:
     repeated = F.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
     ordered = ordered.masked_fill(repeated | (ordered < 0), none).sort(-1).values
     return ordered.masked_fill(ordered == none, -1)[..., : positions.shape[2]]
-
-
-# --- keys by clusters
 
 
 @torch.no_grad()
@@ -249,7 +216,6 @@ def cosines_to(centroids: Tensor, x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1) @ F.normalize(centroids, dim=-1).transpose(1, 2)
 
 
-@torch.no_grad()
 def follow(centroids: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, decay: float) -> None:
     """Make one step of k-means on unit vectors, as a moving average, in place."""
     both = F.normalize(torch.cat([q, keys], 2), dim=-1)  # (B, H, 2L, D)
@@ -271,9 +237,6 @@ def first_centroids(seed: int, layer: int, shape: tuple[int, int, int]) -> Tenso
     return F.normalize(drawn, dim=-1).to(torch.get_default_dtype())
 
 
-# --- the table
-
-
 @dataclass(frozen=True)
 class AttentionKind:
     """What a kind of attention keeps of a query's keys."""
@@ -292,21 +255,6 @@ class AttentionKind:
     def input_dependent(self) -> bool:
         """Whether the kept keys depend on queries and keys, and so on the input."""
         return self.keeps in ("largest", "smallest", "hashed", "clustered")
-
-    @property
-    def follows_scores(self) -> bool:
-        """Whether the scores alone decide which keys are kept: the k largest or smallest."""
-        return self.keeps in ("largest", "smallest")
-
-    @property
-    def has_bounds(self) -> bool:
-        """Whether the theory bounds it: fixed sets and heavy hitters."""
-        return self.keeps in ("all", "fixed", "largest")
-
-    @property
-    def ranks_scores(self) -> bool:
-        """Whether its scores rank all allowed keys, best first, so that counterfactuals exist for any k."""
-        return self.keeps in ("all", "largest")
 
 
 ATTENTIONS = {
@@ -333,7 +281,7 @@ ATTENTIONS = {
     ),
     "redrawn": AttentionKind(
         "k keys drawn anew for each block, head and query at every forward pass, in evaluation, too",
-        "redrawn", redrawn,
+        "redrawn", partial(random, anew=True),
     ),
     "lsh": AttentionKind(
         "the k keys of the query's bucket of sign hashes, in each round (input-dependent)",
@@ -346,9 +294,6 @@ ATTENTIONS = {
 }  # fmt: skip
 LOCAL = tuple(name for name, kind in ATTENTIONS.items() if "global_tokens" in kind.options)
 DRAWN = tuple(name for name, kind in ATTENTIONS.items() if "selection_seed" in kind.options)
-
-
-# --- dropout
 
 
 def dropped_positions(n: int, p: float) -> Tensor:
@@ -384,9 +329,6 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _Dropout.forward(ctx, grad, ctx.p, ctx.drops), None, None
-
-
-# --- attention over all keys, and over selected ones of short inputs, by matrices
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
@@ -468,9 +410,6 @@ def _weights(q: Tensor, k: Tensor, scale: float, out: Tensor | None, empty: bool
         scores.masked_fill_(out, float("-inf"))
     weights = torch.softmax(scores, -1)
     return weights.nan_to_num_(0.0) if empty else weights
-
-
-# --- attention over selected keys
 
 
 def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, dropout: float) -> Tensor:

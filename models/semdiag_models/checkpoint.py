@@ -8,37 +8,30 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from semdiag_models.archive import CodeError, DamagedError, check_archive, code_in
+from semdiag_models.archive import check_archive, code_in, damaged, holding_code
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import InputError, layers, open_file, require_memory, write_bytes
+from semdiag_models.reading import InputError, layers, open_file, refuse, require_memory, write_bytes
+
+FORMAT = "semdiag/1"
 
 
 def check_plain(content: Any) -> None:
     """Refuse tensors that are not plain dense memory, and containers that cannot be traversed."""
-    for layer in layers(content):
-        for tensor in layer:
-            if isinstance(tensor, Tensor):
-                _check_tensor(tensor)
-
-
-def _check_tensor(tensor: Tensor) -> None:
-    odd = {
-        "nested": tensor.is_nested, "meta": tensor.is_meta, "sparse": tensor.layout != torch.strided,
-        "quantised": tensor.is_quantized,
-    }  # fmt: skip
-    if any(odd.values()):
-        kind = next(kind for kind, found in odd.items() if found)
-        raise InputError(f"holds a {kind} tensor; only plain ones are read: tensor.to_dense().")
-
-
-FORMAT = "semdiag/1"
-OptimizerState = dict[str, dict[str, Tensor]]  # by parameter, then by quantity; empty for plain SGD
+    for t in (t for layer in layers(content) for t in layer if isinstance(t, Tensor)):
+        odd = {
+            "nested": t.is_nested,
+            "meta": t.is_meta,
+            "sparse": t.layout != torch.strided,
+            "quantised": t.is_quantized,
+        }
+        for kind, found in odd.items():
+            refuse(found, f"holds a {kind} tensor; only plain ones are read: tensor.to_dense().")
 
 
 @dataclass
@@ -54,8 +47,8 @@ class Checkpoint:
     # states of the random generators after that epoch, by device; empty in snapshots that cannot be resumed from
     rng: dict[str, Tensor] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)  # versions, command, device, threads
-    # state of the optimiser, by parameter and quantity
-    optimizer_state: OptimizerState = field(default_factory=dict)
+    # state of the optimiser, by parameter, then by quantity; empty for plain SGD
+    optimizer_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     recorded_weights: str = field(default="", compare=False)  # hash of the parameters as recorded in the file
 
     def build(self) -> Encoder:
@@ -67,21 +60,22 @@ class Checkpoint:
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write atomically: a temporary file in the same folder, fsync, rename."""
+
+    def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+
     content = {
         "format": FORMAT,
         "config": {"model": checkpoint.model.to_dict(), "training": checkpoint.training.to_dict()},
-        "model_state": {name: t.detach().cpu().contiguous() for name, t in checkpoint.state.items()},
+        "model_state": plain(checkpoint.state),
         "epoch": checkpoint.epoch,
         "history": checkpoint.history,
-        "rng": {name: t.cpu() for name, t in checkpoint.rng.items()},
+        "rng": plain(checkpoint.rng),
         "provenance": checkpoint.provenance,
         "weights_sha256": weights_sha256(checkpoint.state),
     }
     if checkpoint.optimizer_state:
-        content["optimizer_state"] = {
-            name: {quantity: t.detach().cpu().contiguous() for quantity, t in values.items()}
-            for name, values in checkpoint.optimizer_state.items()
-        }
+        content["optimizer_state"] = {name: plain(values) for name, values in checkpoint.optimizer_state.items()}
     whole = io.BytesIO()  # on a full disk, torch's writer names neither file nor reason
     torch.save(content, whole)
     with whole.getbuffer() as content_bytes:  # else Python 3.13 warns if writing fails
@@ -92,21 +86,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint written by :func:`write_checkpoint`, trusting nothing in it."""
     content, *_ = _read(path)
     if not is_checkpoint(content):
-        raise InputError(
-            f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
-            "Make one with: semdiag train even-pairs --attention topk --k 5."
-        )
+        way = "Make one with: semdiag train even-pairs --attention topk --k 5."
+        raise InputError(f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). {way}")
     return checkpoint_of(path, content)
 
 
 def read_plain(path: Path) -> Any:
     """Read tensors and plain containers from a file; code in it is refused and never run."""
-    return read_hashed(path, hashed=False)[0]
+    return read_hashed(path)[0]
 
 
-def read_hashed(path: Path, hashed: bool = True) -> tuple[Any, str]:
+def read_hashed(path: Path) -> tuple[Any, str]:
     """Read a file as :func:`read_plain` does, and hash it while it is open."""
-    content, digest, wrong = _read(path, hashed)
+    content, digest, wrong = _read(path)
     if wrong is not None:  # torch can write files without checksums
         warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=3)
     return content, digest
@@ -117,37 +109,28 @@ def is_checkpoint(content: Any) -> bool:
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
-def _read(path: Path, hashed: bool = False) -> tuple[Any, str, str | None]:
+def _read(path: Path) -> tuple[Any, str, str | None]:
     """Return a file's content, its hash, and its first member with a wrong checksum."""
-    with open_file(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest() if hashed else ""
-        file.seek(0)
+    with open_file(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about pickle protocols: the file is read or refused
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
         try:
             wrong = check_archive(file)
-            content = _loaded(file)
-        except (DamagedError, InputError) as error:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+            check_plain(content)
+        except InputError as error:
             raise InputError(f"{path} {error}") from None
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            code = found[1].rstrip(".") if found else code_in(file)
+            why = holding_code(code) if code else "is not a checkpoint: no readable tensors in it."
+            raise InputError(f"{path} {why}") from None
+        except Exception as error:  # on damaged files torch raises anything
+            why = damaged(str(error).split("\n", 1)[0][:120] or type(error).__name__)
+            raise InputError(f"{path} {why}") from None
     if wrong is not None and is_checkpoint(content):
         raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
     return content, digest, wrong
-
-
-def _loaded(file: BinaryIO) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols: the file is read or refused
-            content = torch.load(file, map_location="cpu", weights_only=True)
-        check_plain(content)
-        return content
-    except InputError:
-        raise
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        if code := found[1].rstrip(".") if found else code_in(file):
-            raise CodeError(code) from None
-        raise InputError("is not a checkpoint: no readable tensors in it.") from None
-    except Exception as error:  # on damaged files torch raises anything
-        raise DamagedError(str(error).split("\n", 1)[0][:120] or type(error).__name__) from None
 
 
 def sha256(path: Path) -> str:
@@ -169,47 +152,49 @@ def weights_sha256(state: Mapping[str, Tensor]) -> str:
 def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
     """Refuse parameters that do not fit the model."""
     expected = model.state_dict()
-    odd = [*(name for name in expected if name not in state), *(name for name in state if name not in expected)]
-    if odd:
-        kind = "lacks" if odd[0] in expected else "has the unexpected"
-        raise InputError(f"{path} {kind} parameter {odd[0]!r}: it does not fit its configuration.")
-    for name, tensor in state.items():
-        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        wanted, why = tuple(expected[name].shape), ""
-        if shape != wanted:
-            why = f" has shape {shape}; its configuration says {wanted}"
-        # A tensor of the right shape may lack memory: on the meta device, or expanded from one number.
-        elif (
-            tensor.layout != torch.strided
-            or tensor.device.type != "cpu"
-            or not (tensor.is_floating_point() and tensor.is_contiguous())
-        ):
-            why = " is not a plain tensor of floating-point numbers"
-        if why:
-            raise InputError(f"{path}: parameter {name!r}{why}.")
+    for name in [*expected, *state]:
+        if name not in expected or name not in state:
+            kind = "lacks" if name in expected else "has the unexpected"
+            raise InputError(f"{path} {kind} parameter {name!r}: it does not fit its configuration.")
+    for name, t in state.items():
+        shape, wanted = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__, tuple(expected[name].shape)
+        where = f"{path}: parameter {name!r}"
+        refuse(shape != wanted, f"{where} has shape {shape}; its configuration says {wanted}.")
+        # a tensor of the right shape may lack memory: on the meta device, or expanded from one number
+        plain = (
+            t.layout == torch.strided and t.device.type == "cpu" and t.is_floating_point() and t.is_contiguous()
+        )
+        refuse(not plain, f"{where} is not a plain tensor of floating-point numbers.")
 
 
 def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
     """Build a checkpoint from a file's content, trusting nothing in it."""
     content = {"rng": {}, "provenance": {}, "optimizer_state": {}, **content}
     _check_entries(path, content)
+    state = content["model_state"]
     try:
         model = ModelConfig.from_dict(content["config"]["model"])
         training = TrainingConfig.from_dict(content["config"]["training"])
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    _check_size(path, model, content["model_state"])
+    if model.blocks > len(state):  # checked before so many blocks are made
+        raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
+    with torch.device("meta"):
+        skeleton = Encoder(model)
+    entries = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
+    # each number exists in the file, in the model in float64, and twice more while positions are made
+    require_memory(32 * entries, f"{path} declares a model that")
+    check_shapes(path, skeleton, state)
     parts = {name: content[name] for name in ("epoch", "history", "rng", "provenance", "optimizer_state")}
     recorded = str(content.get("weights_sha256", ""))[:64]
-    return Checkpoint(model, training, content["model_state"], **parts, recorded_weights=recorded)
+    return Checkpoint(model, training, state, **parts, recorded_weights=recorded)
 
 
 def _check_entries(path: Path, content: dict[str, Any]) -> None:
     """Refuse a file whose entries are missing, of another kind or out of range."""
 
     def check(right: bool, what: str) -> None:
-        if not right:
-            raise InputError(f"{path} is damaged: its {what}.")
+        refuse(not right, f"{path} is damaged: its {what}.")
 
     names = ("config", "model_state", "history", "rng", "provenance", "optimizer_state")
     for key, kind in (dict.fromkeys(names, dict) | {"epoch": int}).items():
@@ -226,15 +211,3 @@ def _check_entries(path: Path, content: dict[str, Any]) -> None:
     for name, values in content["optimizer_state"].items():
         tensors = isinstance(values, dict) and all(isinstance(t, Tensor) for t in values.values())
         check(tensors, f"optimiser state of {name!r} is not tensors by name")
-
-
-def _check_size(path: Path, model: ModelConfig, state: dict[str, Any]) -> None:
-    """Refuse parameters that do not fit a configuration, and a model that does not fit into memory."""
-    if model.blocks > len(state):  # checked before so many blocks are made
-        raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
-    with torch.device("meta"):
-        skeleton = Encoder(model)
-    entries = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
-    # Each number exists in the file, in the model in float64, and twice more while positions are made.
-    require_memory(32 * entries, f"{path} declares a model that")
-    check_shapes(path, skeleton, state)

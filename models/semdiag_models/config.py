@@ -27,14 +27,19 @@ NORMS = "pre", "post"  # x + mlp(norm(x)), as in the paper's code; norm(x + mlp(
 SCORE_GRADIENTS = "exact", "straight-through"  # backward in training: as forward, or the softmax over all keys
 POOLINGS = "mean", "cls"  # of all tokens that are not PAD; the output of a learnt token in front of the input
 OPTIMIZERS = "sgd", "adam", "adamw"  # plain, without momentum, as in the paper; betas 0.9 and 0.999
-PRECISIONS = "float32", "tf32", "bf16"  # 32 bits; matrix products of 19 bits; linear layers in 16 bits
+PRECISIONS = "float32", "tf32", "bf16"  # versions up to 0.7 could also train in the others
 FROZEN = ("qk",)  # query and key projections, W_q and W_k, with their biases
+_IN_THE_LABEL = {
+    "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "",
+    "clusters": "clusters-", "centroid_decay": "decay-", "score_gradient": "", "cls_as_key": "cls-no-key",
+}  # fmt: skip
 
 
 def option(panel: str, default: Any, words: str, within: str = "", known: Iterable[str] = (), **more: str) -> Any:
     """Return a field of a record that is an option of ``semdiag train``, with its meaning and legal values."""
-    metadata = {"help": words, "panel": panel, "within": within, "known": known, **more}
-    return field(default=default, metadata=metadata)
+    return field(
+        default=default, metadata={"help": words, "panel": panel, "within": within, "known": known, **more}
+    )
 
 
 _model, _data, _steps = (partial(option, panel) for panel in ("Model", "Data", "Optimisation"))  # headings of help
@@ -55,7 +60,9 @@ class Record:
         for key, value in values.items():
             if key not in declared:
                 raise unknown_name(f"{cls.__name__} field", str(key), declared)
-            check_type(declared[key], value)
+            if key in _NESTED and isinstance(value, Mapping):
+                values = {**values, key: _NESTED[key].from_dict(value)}
+            check_type(declared[key], values[key])
         try:
             return cls(**values)
         except TypeError as error:
@@ -118,12 +125,6 @@ class Recipe:
     holdout_samples: int = 2000
 
 
-_IN_THE_LABEL = {
-    "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "",
-    "clusters": "clusters-", "centroid_decay": "decay-", "score_gradient": "", "cls_as_key": "cls-no-key",
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class ModelConfig(Record):
     """Architecture of the encoder."""
@@ -132,53 +133,32 @@ class ModelConfig(Record):
     classes: int = limited(_SIZE)
     length: int = limited(_SIZE)  # number of tokens of the longest input
     attention: str = _model("full", "Kind of attention; see [bold]semdiag list attentions[/].")
-    k: int | None = _model(
-        None, "Keys that each query keeps; not for full. For lsh the keys of a bucket, for routing of a "
-        "cluster.", _SIZE,
-    )  # fmt: skip
+    k: int | None = _model(None, "Keys that each query keeps; in lsh of a bucket, in routing of a cluster.", _SIZE)
     blocks: int = _model(5, "Number of transformer blocks.", _SIZE, shown="recipe")
     width: int = _model(64, "Width of the residual stream.", _SIZE, shown="recipe")
     mlp_width: int = _model(64, "Width of the hidden layer of the MLPs.", _SIZE, shown="recipe")
     heads: int = _model(1, "Attention heads per block.", _SIZE)
-    head_width: int = _model(
-        64, "Width of each head: the model's width (as in the paper), or width / heads.", _SIZE, shown="recipe"
-    )
+    head_width: int = _model(64, "Width of each head; in the paper the model's width.", _SIZE, shown="recipe")
     activation: str = _model("relu", "Activation of the MLPs: relu, gelu or mish.", known=ACTIVATIONS)
     dropout: float = _model(0.01, "Dropout probability.", "[0, 1)")
     inverse_temperature: float = _model(1.0, "Factor on the attention scores.", "(-inf, inf)")
     first_norm_eps: float = limited("[0, inf)", default=1e-5)  # of the first norm; the paper's code has 0
-    pad_as_token: bool = _model(
-        False, "Treat padding as a token, as the paper's runs did: attend to it, pool it, and pad to a multiple "
-        "of k.",
-    )  # fmt: skip
+    pad_as_token: bool = _model(False, "Attend to padding, pool it, pad to a multiple of k: as the paper's runs.")
     global_tokens: int = _model(
-        0, "For banded and block: number of learnt tokens that attend to everything and to which everything "
-        "attends.", f"[0, {LARGEST_SIZE}]",
-    )  # fmt: skip
-    norm: str = _model(
-        "pre", "Where to normalise: pre (as in the paper's code) or post (as in its equations).", known=NORMS
+        0, "For banded and block: learnt tokens that see all and are seen by all.", f"[0, {LARGEST_SIZE}]"
     )
-    pooling: str = _model(
-        "mean", "What is classified: the mean of the tokens, or cls, a learnt token in front of them.",
-        known=POOLINGS,
-    )  # fmt: skip
+    norm: str = _model("pre", "Normalise pre (as in the paper's code) or post (as in its equations).", known=NORMS)
+    pooling: str = _model("mean", "Classify the mean of the tokens, or cls, a learnt first token.", known=POOLINGS)
     cls_as_key: bool = True  # False as in the paper's code under masks: CLS sees all, but no other token sees CLS
     selection_seed: int = limited(_SEED, default=0)  # random seed for random keys, hash functions, first centroids
     hash_rounds: int = _model(1, "For lsh: how many buckets a query is in, each by different hashes.", "[1, 100]")
-    hash_bits: int | None = _model(
-        None, "For lsh: sign bits of a hash. Default: enough for two to four buckets per k tokens.", "[1, 30]"
-    )
-    hashes: str = _model(
-        "shared", "For lsh: shared (buckets by angles) or asymmetric (buckets by scores).", known=HASHES
-    )
+    hash_bits: int | None = _model(None, "For lsh: sign bits of a hash. Default: by length and k.", "[1, 30]")
+    hashes: str = _model("shared", "For lsh: shared (by angles) or asymmetric (by scores).", known=HASHES)
     clusters: int | None = _model(None, "For routing: number of clusters. Default: one for every k tokens.", _SIZE)
-    centroid_decay: float = _model(
-        0.999, "For routing: share of its old position that a centroid keeps at each step.", "[0, 1]"
-    )
+    centroid_decay: float = _model(0.999, "For routing: share of its place a centroid keeps in a step.", "[0, 1]")
     score_gradient: str = _model(
-        "exact", "For topk: exact, or straight-through (the scores learn as if every key were kept).",
-        known=SCORE_GRADIENTS,
-    )  # fmt: skip
+        "exact", "For topk: exact, or straight-through (learn as if all keys were kept).", known=SCORE_GRADIENTS
+    )
 
     def __post_init__(self) -> None:
         from semdiag_models.attention import ATTENTIONS  # which needs torch
@@ -195,10 +175,11 @@ class ModelConfig(Record):
                 takers = " and ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
                 why = f"takes no {f.name}; {takers} {'do' if kinds[1:] else 'does'}. Got {f.name}={value}."
                 raise InputError(f"{self.attention} attention {why}")
-        k, needed = self.k, "k" in ATTENTIONS[self.attention].options
-        refuse(needed and k is None, f"{self.attention} attention needs k, the number of keys kept per query.")
-        too_large = k is not None and k > self.length
-        refuse(too_large, f"k must be at most the sequence length. Got k={k}, length={self.length}.")
+        k = self.k
+        if "k" in ATTENTIONS[self.attention].options:
+            refuse(k is None, f"{self.attention} attention needs k, the number of keys kept per query.")
+        if k is not None and k > self.length:
+            raise InputError(f"k must be at most the sequence length. Got k={k}, length={self.length}.")
         apart = not self.cls_as_key and (self.pooling != "cls" or self.global_tokens > 0)
         refuse(apart, "cls_as_key=False goes with CLS pooling and without global tokens.")
         for name, number in self._usual_numbers().items():
@@ -307,72 +288,45 @@ class TrainingConfig(Record):
 
     task: str
     length: int = _data(
-        MISSING, "Tokens per sample; 5:20 draws each sample's own length, and pads. Default: recipe; for a text, "
-        "the mean number of pieces per line.", _COUNT, flags="--length --window", metavar="N or LOW:HIGH",
-        shown="",
+        MISSING, "Tokens per sample; 5:20 draws every sample's length. Default: recipe, or a text's mean line.",
+        _COUNT, flags="--length --window", metavar="N or LOW:HIGH", shown="",
     )  # fmt: skip
     epochs: int = _steps(MISSING, "Epochs to train.", _COUNT, shown="recipe")
     seed: int = _data(153476998, "Seed of data, initialisation, dropout and batch order.", _SEED)
     train_samples: int = _data(
-        5000, "Samples to train on. Default: 5000; for a text, all windows.", _COUNT, shown=""
+        5000, "Samples to train on. Default: 5000, or all windows of a text.", _COUNT, shown=""
     )
-    holdout_samples: int = _data(
-        2000, "Samples to hold out. Default: 2000; for a text, all windows.", _COUNT, shown=""
-    )
+    holdout_samples: int = _data(2000, "Samples to hold out. Default: 2000, or all windows.", _COUNT, shown="")
     batch_size: int = _steps(25, "Samples per step.", _COUNT, shown="recipe")
     learning_rate: float = _steps(
         0.1, "Learning rate at the start. Default: recipe; 0.001 for adam and adamw.", "(0, inf)", shown=""
     )
-    learning_rate_decay: float = _steps(
-        0.9995, "Factor on the learning rate after each epoch.", "(0, inf)", shown="recipe"
-    )
+    learning_rate_decay: float = _steps(0.9995, "Factor on the rate after each epoch.", "(0, inf)", shown="recipe")
     gradient_clip: float = _steps(0.5, "Clip gradients to this 2-norm.", "(0, inf]")
-    snapshots: tuple[int, ...] = option(
-        "Run", (), "Epochs whose checkpoints are kept as files of their own, like 1,5,20.", metavar="EPOCH,EPOCH"
-    )
+    snapshots: tuple[int, ...] = option("Run", (), "Epochs to keep as files, like 1,5,20.", metavar="EPOCH,EPOCH")
     text: TextSource | None = None  # text of the task text, and of no other task
     listops: ListOpsTrees | None = None  # trees of the task listops; None means the paper's
     optimizer: str = _steps("sgd", "sgd, adam or adamw.", known=OPTIMIZERS)
     weight_decay: float | None = _steps(
-        None, "Weight decay. Default: torch's, 0.01 for adamw and 0 for the others.", "[0, inf)"
+        None, "Weight decay. Default: 0.01 for adamw, 0 for the others.", "[0, inf)"
     )
-    until: float | None = _steps(
-        None, "Stop after the first epoch with at least this training accuracy, like 0.999.", "(0, 1]"
-    )
-    precision: str = _steps(
-        "float32", "Precision of training steps: float32, tf32 (CUDA only) or bf16 (linear layers only; "
-        "attention stays float32). Evaluation is in float32.", known=PRECISIONS,
-    )  # fmt: skip
+    until: float | None = _steps(None, "Stop at this training accuracy, like 0.999, after an epoch.", "(0, 1]")
+    precision: str = field(default="float32", metadata={"known": PRECISIONS})  # of the steps; no longer a choice
     compiled: bool = _steps(
-        False, "Compile the steps with torch.compile: for long inputs on CUDA. Refused on a CPU.",
-        flags="--compile",
-    )  # fmt: skip
-    query_key_scale: float = _steps(
-        1.0, "Factor on W_q and W_k at the initialisation. Scores and δ change by its square.", "(0, inf)"
+        False, "Use torch.compile: for long inputs on CUDA, refused on a CPU.", flags="--compile"
     )
+    query_key_scale: float = _steps(1.0, "Factor on the first W_q and W_k; δ changes by its square.", "(0, inf)")
     fresh_samples: bool = _data(
-        False, "Draw new training samples for every epoch, so that the loss cannot fall by memorising them."
+        False, "Draw new training samples for every epoch: no loss falls by memorising them."
     )
     frozen: tuple[str, ...] = _steps(
-        (), "What stays as it was initialised: qk (W_q and W_k, with their biases). Default: nothing.",
-        known=FROZEN, metavar="PART,PART",
-    )  # fmt: skip
+        (), "What stays as initialised: qk (W_q and W_k, with biases).", known=FROZEN, metavar="PART,PART"
+    )
     least_length: int | None = None  # smallest length of a sample; None means that every sample has the length
     exact: bool = _steps(
-        False, "Evaluate the training samples after every epoch, as --until does. Else training loss and "
-        "accuracy are those of the epoch's steps, with dropout and changing weights; exact only after the last "
-        "epoch.",
+        False, "Evaluate the training samples after every epoch, as --until does. Default: after the last one; "
+        "others have the mean loss and accuracy of their steps, with dropout and changing weights.",
     )  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build the record from plain values, with those of its text or trees in a dictionary of their own."""
-        text, listops = values.get("text"), values.get("listops")
-        if isinstance(text, Mapping):
-            values = {**values, "text": TextSource.from_dict(text)}
-        if isinstance(listops, Mapping):
-            values = {**values, "listops": ListOpsTrees.from_dict(listops)}
-        return super().from_dict(values)
 
     @property
     def task_label(self) -> str:
@@ -401,6 +355,9 @@ class TrainingConfig(Record):
         for epoch in self.snapshots:
             late = not 0 <= epoch <= self.epochs
             refuse(late, f"Snapshots must lie in 0 … {self.epochs} (epochs). Got {epoch}.")
+
+
+_NESTED: dict[str, type[Record]] = {"text": TextSource, "listops": ListOpsTrees}  # fields that are records
 
 
 def options() -> list[Field[Any]]:

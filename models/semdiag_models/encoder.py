@@ -51,7 +51,8 @@ class AttentionCore(nn.Module):
 
     def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0), straight_through: bool = False) -> None:
         super().__init__()
-        self.p, self.everywhere, self.straight_through, self.apart = p, everywhere, straight_through, False
+        self.p, self.everywhere, self.straight_through = p, everywhere, straight_through
+        self.apart = False  # whether only the first query attends to the first token
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None
@@ -93,7 +94,7 @@ class Attention(nn.Module):
         inner = config.heads * config.head_width
         self.qkv = Affine(config.width, 3 * inner)
         self.core = AttentionCore(config.dropout, config.everywhere, config.score_gradient == "straight-through")
-        self.core.apart = not config.cls_as_key  # only the first query attends to the first token
+        self.core.apart = not config.cls_as_key
         self.out = Affine(inner, config.width)
         centroids = None  # state of routing attention, not a parameter; every training step moves it
         if config.clusters is not None:
@@ -103,21 +104,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Attend: (B, L, d), (B, L) or None -> (B, L, d)."""
-        qkv: Tensor = self.qkv(x)
-        if qkv.dtype == x.dtype:
-            mixed = self.mix(qkv, valid)
-        else:  # under autocast: scores of 8 bits would have many ties, so attention keeps its input's precision
-            with torch.autocast(x.device.type, enabled=False):
-                mixed = self.mix(qkv.to(x.dtype), valid)
-        attended: Tensor = self.out(mixed)
-        return attended
-
-    def mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
-        """Select keys, mix values, put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
-        size = *qkv.shape[:2], self.heads, self.head_width
-        q, k, v = (t.view(size).transpose(1, 2) for t in qkv.chunk(3, -1))  # each (B, H, L, D)
+        size = *x.shape[:2], self.heads, self.head_width
+        q, k, v = (t.view(size).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))  # each (B, H, L, D)
         mixed: Tensor = self.core(q, k, v, self.scale, valid, self.select(q, k, valid))
-        return mixed.transpose(1, 2).flatten(2)
+        attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return attended
 
     def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
         """Return the positions of the keys that each query attends to (B, H, L, K), by the table of kinds."""
@@ -139,20 +130,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Transform the residual stream: (B, L, d) -> (B, L, d)."""
-        norm, drop = partial(F.layer_norm, normalized_shape=(self.width,)), self._drop
+        norm = partial(F.layer_norm, normalized_shape=(self.width,))
+        drop = partial(dropout, p=self.p, training=self.training)
+
+        def mlp(x: Tensor) -> Tensor:
+            return drop(self.contract(self.activation(drop(self.expand(x)))))
+
         if self.pre_norm:
             x = x + drop(self.attention(norm(x, eps=self.attention_norm_eps), valid))
-            return x + drop(self.mlp(norm(x)))
+            return x + mlp(norm(x))
         x = norm(x + drop(self.attention(x, valid)), eps=self.attention_norm_eps)
-        return norm(x + drop(self.mlp(x)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return dropout(x, self.p, self.training)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        """Return W₂ · activation(drop(W₁ x))."""
-        mixed: Tensor = self.contract(self.activation(self._drop(self.expand(x))))
-        return mixed
+        return norm(x + mlp(x))
 
 
 class Encoder(nn.Module):
@@ -177,9 +165,7 @@ class Encoder(nn.Module):
 
     def attention(self, layer: int) -> Attention:
         """Return the attention of a block, counted from 0."""
-        block = self.blocks[layer]
-        assert isinstance(block, Block)
-        return block.attention
+        return self.blocks[layer].attention  # type: ignore[return-value]
 
     @classmethod
     def stacked(cls, encoders: Sequence["Encoder"]) -> Self:
@@ -193,9 +179,8 @@ class Encoder(nn.Module):
     def scale_queries_and_keys(self, factor: float) -> None:
         """Multiply W_q, W_k and their biases, which multiplies scores and δ by the square of the factor."""
         for i in range(self.config.blocks):
-            layer = self.attention(i)
-            for parameter in (layer.qkv.weight, layer.qkv.bias):
-                parameter[: 2 * layer.heads * layer.head_width].mul_(factor)
+            for parameter in self.attention(i).qkv.parameters():
+                parameter[: 2 * self.config.heads * self.config.head_width].mul_(factor)
 
     def with_exact_positions(self) -> Self:
         """Replace the trainer's positions by positions that are the same on every processor."""
@@ -205,9 +190,8 @@ class Encoder(nn.Module):
 
     def with_draws(self, seed: int) -> Self:
         """Make redrawn attention keep the same random keys in every evaluation, so that it can be measured."""
-        if ATTENTIONS[self.config.attention].keeps == "redrawn":
-            for layer in range(self.config.blocks):
-                self.attention(layer).draw_seed = seed
+        for layer in range(self.config.blocks):
+            self.attention(layer).draw_seed = seed
         return self
 
     def forward(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
@@ -219,7 +203,13 @@ class Encoder(nn.Module):
 
     def classify(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Return logits (B, classes) from the last block's output (B, L + extra tokens, d) and :meth:`valid`."""
-        logits: Tensor = self.head(x[:, 0] if self.config.cls_tokens else mean(x, valid))
+        if self.config.cls_tokens:
+            pooled = x[:, 0]
+        elif valid is None:
+            pooled = x.mean(1)
+        else:
+            pooled = (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)
+        logits: Tensor = self.head(pooled)
         return logits
 
     def sequence(self, tokens: Tensor) -> Tensor:
@@ -252,10 +242,3 @@ class Encoder(nn.Module):
         if padded is None and bool(valid.all()):
             return None
         return F.pad(valid, (c.cls_tokens, c.global_tokens), value=True) if c.extra_tokens else valid
-
-
-def mean(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the mean over the valid positions: (B, L, d) -> (B, d)."""
-    if valid is None:
-        return x.mean(1)
-    return (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)

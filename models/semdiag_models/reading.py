@@ -1,5 +1,7 @@
 """Files: atomic writing, safe text for terminals and spreadsheets, reading of regular files of limited size."""
 
+import csv
+import io
 import json
 import os
 import re
@@ -11,6 +13,21 @@ from difflib import get_close_matches
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
+
+MEBIBYTE = 2**20
+LARGEST_TEXT = 2**30  # bytes, for a text to train or measure on
+LARGEST_JSON = 64 * MEBIBYTE  # for a configuration, a summary, a baseline
+LARGEST_TOML = MEBIBYTE
+MEMORY_SHARE = 0.25  # largest share of the machine's memory: no honest file needs more
+_PACKED = 100  # largest credible compression ratio: real token ids, pixels and numbers deflate less
+_LARGEST_PACKED = 2**28  # bytes up to which the ratio does not matter
+_DEEPEST = 50  # largest number of levels of nested containers
+_SHARED = 10**6  # largest number of values in shared containers, counted at each occurrence
+_LARGEST_NUMBER = 10**300  # largest number that fits a floating-point number
+# Control characters except tabs and line ends, and marks that change the writing direction.
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# What spreadsheets compute, including full-width forms, after any spaces and apostrophes.
+_COMPUTED = re.compile("['\\s]*[=+\\-@\uff1d\uff0b\uff0d\uff20]|'*[\t\r\n]")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -40,12 +57,6 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
             os.close(descriptor)
 
 
-# Control characters except tabs and line ends, and marks that change the writing direction.
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-# What spreadsheets compute, including full-width forms, after any spaces and apostrophes.
-_COMPUTED = re.compile("['\\s]*[=+\\-@\uff1d\uff0b\uff0d\uff20]|'*[\t\r\n]")
-
-
 def visible(text: str) -> str:
     r"""Replace control characters and direction marks in a text by escapes."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
@@ -71,6 +82,14 @@ def from_csv_cell(cell: str) -> str:
     return cell[1:] if cell.startswith("'") and _COMPUTED.match(cell[1:]) else cell
 
 
+def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
+    """Write rows as a CSV file, whole or not at all."""
+    table = io.StringIO()
+    cells = ([csv_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    csv.writer(table, lineterminator="\n").writerows(cells)
+    write_text(path, table.getvalue())
+
+
 class InputError(ValueError):
     """Raised if a user's request cannot be done; the message gives what, why, and what would work.
 
@@ -78,7 +97,7 @@ class InputError(ValueError):
     """
 
 
-def refuse(wrong: bool, why: str) -> None:
+def refuse(wrong: Any, why: str) -> None:
     """Refuse a request for a reason, if it is wrong."""
     if wrong:
         raise InputError(why)
@@ -92,18 +111,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     return InputError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
 
 
-MEBIBYTE = 2**20
-LARGEST_TEXT = 2**30  # bytes, for a text to train or measure on
-LARGEST_JSON = 64 * MEBIBYTE  # for a configuration, a summary, a baseline
-LARGEST_TOML = MEBIBYTE
-MEMORY_SHARE = 0.25  # largest share of the machine's memory: no honest file needs more
-_PACKED = 100  # largest credible compression ratio: real token ids, pixels and numbers deflate less
-_LARGEST_PACKED = 2**28  # bytes up to which the ratio does not matter
-_DEEPEST = 50  # largest number of levels of nested containers
-_SHARED = 10**6  # largest number of values in shared containers, counted at each occurrence
-_LARGEST_NUMBER = 10**300  # largest number that fits a floating-point number
-
-
 def open_file(path: Path, largest: int | None = None) -> BufferedReader:
     """Open a regular file for reading; nothing else, because a pipe would block and a device never end."""
     try:  # non-blocking: opening a pipe would wait for a writer
@@ -114,32 +121,29 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
         why = str(getattr(error, "strerror", None) or error)
         raise InputError(f"{path} cannot be read: {why[0].lower()}{why[1:]}.") from None
     found = os.fstat(descriptor)
-    folder, odd = stat.S_ISDIR(found.st_mode), not stat.S_ISREG(found.st_mode)
-    if not odd and not found.st_size:
+    size, allowed = found.st_size, memory_share() if largest is None else largest
+    odd, why = not stat.S_ISREG(found.st_mode), "is no regular file, but a pipe, a device or a socket"
+    if not odd and not size:
         try:  # the system may make the content up while one reads, perhaps without end, as in /proc
             odd = bool(os.read(descriptor, 1))
         except OSError:  # nothing to read yet
             odd = True
+    if stat.S_ISDIR(found.st_mode):
+        why = "is a folder, not a file"
+    elif not odd and size > allowed:
+        odd, why = True, f"has {size:,} bytes; files of its kind may have up to {allowed:,}"
     if odd:
         os.close(descriptor)
-        kind = "a folder, not a file" if folder else "no regular file, but a pipe, a device or a socket"
-        raise InputError(f"{path} is {kind}.")
-    file = os.fdopen(descriptor, "rb")
-    size, allowed = found.st_size, memory_share() if largest is None else largest
-    if size > allowed:
-        file.close()
-        raise InputError(f"{path} has {size:,} bytes; files of its kind may have up to {allowed:,}.")
-    return file
+        raise InputError(f"{path} {why}.")
+    return os.fdopen(descriptor, "rb")
 
 
 def check_packed(path: Path, size: int, packed: int) -> None:
     """Refuse content that unpacks to more than memory, or to far more than any honest content."""
     require_memory(size, f"{path}, unpacked,")
-    if size > max(_LARGEST_PACKED, _PACKED * packed):
-        raise InputError(
-            f"{path} unpacks to {size / 2**20:,.0f} MiB from {packed / 2**20:.2g} MiB: it is almost only "
-            "repetition."
-        )
+    sizes = f"{size / 2**20:,.0f} MiB from {packed / 2**20:.2g} MiB"
+    too_large = size > max(_LARGEST_PACKED, _PACKED * packed)
+    refuse(too_large, f"{path} unpacks to {sizes}: it is almost only repetition.")
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
@@ -164,8 +168,8 @@ def _parsed(path: Path, largest: int, parse: Callable[[bytes], Any], kind: str =
     content = read_bytes(path, largest)
     try:
         found = parse(content)
-        if any(isinstance(v, int) and abs(v) > _LARGEST_NUMBER for layer in layers(found) for v in layer):
-            raise ValueError("a number is too large")
+        large = any(isinstance(v, int) and abs(v) > _LARGEST_NUMBER for layer in layers(found) for v in layer)
+        refuse(large, "a number is too large")
         return found
     except (ValueError, RecursionError) as error:  # also for too many digits
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
@@ -198,12 +202,9 @@ def memory_share() -> int:
 
 def require_memory(size: int, what: str, largest: float = MEMORY_SHARE) -> None:
     """Refuse sizes that do not fit, before any memory is allocated."""
-    if size > largest * _memory():
-        than = "more than" if largest == 1 else "more than a quarter of"
-        raise InputError(
-            f"{what} would take {size / 2**30:,.1f} GiB of memory, {than} the {_memory() / 2**30:,.1f} GiB that "
-            "this machine has. Use a smaller one, or a larger machine."
-        )
+    than, there = "more than" if largest == 1 else "more than a quarter of", _memory()
+    much = f"{what} would take {size / 2**30:,.1f} GiB of memory, {than} the {there / 2**30:,.1f} GiB"
+    refuse(size > largest * there, f"{much} that this machine has. Use a smaller one, or a larger machine.")
 
 
 def _memory() -> int:
@@ -233,11 +234,10 @@ class RunLock:
         except Timeout:
             if not self._path.exists():  # if it cannot be created, as in /proc, filelock says the same
                 self._path.touch()
+            why = "another process trains there. Wait for it, or choose another folder with --out."
             if file is not None:
                 why = "another monitor or process writes to it. Use a file for each."
-                raise InputError(f"{folder / file} is in use: {why}") from None
-            why = "another process trains there. Wait for it, or choose another folder with --out."
-            raise InputError(f"{folder} is in use: {why}") from None
+            raise InputError(f"{folder / (file or '')} is in use: {why}") from None
 
     def release(self) -> None:
         """Release the lock and remove its file; further calls do nothing."""

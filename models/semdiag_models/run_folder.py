@@ -1,13 +1,10 @@
 """A run's folder: snapshots, history, resuming, and the runs of several seeds at a time."""
 
-import csv
 import hashlib
-import io
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,13 @@ import torch
 from semdiag_models.attention import DRAWN
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
-from semdiag_models.reading import InputError, RunLock, write_text
+from semdiag_models.reading import InputError, RunLock, write_csv
 from semdiag_models.training import (
     HISTORY_COLUMNS,
     DivergedError,
     Progress,
-    RandomState,
     Trainer,
     processor,
-    random_state,
     restore_random_state,
     stackable,
     train_together,
@@ -53,10 +48,9 @@ def open_run(
         if last.exists() and not (resume or overwrite):
             ways = "Add --resume to continue it, --overwrite to start anew, or name another folder with --out."
             raise InputError(f"{folder} already holds a run. {ways}")
-        saved = _saved(last, model, training) if resume else None
-        begun_so = saved is not None and saved.training.compiled  # such a run may continue
-        if training.compiled and device.type == "cpu" and not begun_so:
+        if training.compiled and device.type == "cpu" and not resume:
             raise InputError("A compiled step is slower on a CPU. Leave out --compile.")
+        saved = _saved(last, model, training) if resume else None
         trainer = Trainer(model, training, device)
         if saved is not None:
             try:
@@ -80,55 +74,6 @@ def _lock(folder: Path, undo: ExitStack) -> RunLock:
     lock = RunLock(folder)
     undo.callback(lock.release)
     return lock
-
-
-def train_run(
-    folder: Path,
-    trainer: Trainer,
-    provenance: dict[str, Any],
-    after_epoch: Callable[[Progress], None] = lambda progress: None,
-    after_batch: Callable[[], None] = lambda: None,
-) -> None:
-    """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``."""
-    run = SeedRun(folder, trainer, random_state(trainer.device))
-    train_seed_runs([run], provenance, lambda _, progress: after_epoch(progress), lambda _: after_batch())
-
-
-def _start_run(
-    folder: Path, trainer: Trainer, provenance: dict[str, Any], after_epoch: Callable[[Progress], None]
-) -> Callable[[Progress], None]:
-    """Clean up the folder, save the initialisation, and return a function that saves an epoch."""
-    provenance = {
-        "semdiag": version("semdiag"), "torch": str(torch.__version__), "device": trainer.device.type,
-        "threads": torch.get_num_threads(), "processor": processor(), **provenance,
-    }  # fmt: skip
-
-    def save(*names: str) -> None:
-        for name in names:  # a run resumes from the last one
-            write_checkpoint(folder / f"{name}.pt", trainer.checkpoint(provenance, resumable=name == "last"))
-
-    def write_history() -> None:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([list(trainer.history), *zip(*trainer.history.values(), strict=True)])
-        write_text(folder / "history.csv", text.getvalue())
-
-    def finish_epoch(progress: Progress) -> None:
-        named = [f"epoch-{trainer.epoch}"] if trainer.epoch in trainer.training.snapshots else []
-        save(*named, *(["best"] if progress.best else []), "last")
-        write_history()
-        after_epoch(progress)
-
-    for half_written in [*folder.glob(".*.pt.*"), *folder.glob(".history.csv.tmp")]:
-        half_written.unlink()  # from a process that was killed
-    if trainer.epoch == 0:
-        save("last", "epoch-0")  # first, so that the folder can be resumed if the process dies here
-        later = (path for path in folder.glob("epoch-*.pt") if path.name != "epoch-0.pt")
-        for old in [*later, folder / "best.pt", folder / "history.csv"]:
-            old.unlink(missing_ok=True)  # from the overwritten run
-    else:  # the process may have died before it wrote the history
-        write_history()
-    return finish_epoch
 
 
 def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoint:
@@ -158,15 +103,6 @@ def _values(model: ModelConfig, training: TrainingConfig) -> list[tuple[str, obj
     return [*model.to_dict().items(), *values.items(), *text.items()]
 
 
-@dataclass
-class SeedRun:
-    """Run of one seed."""
-
-    folder: Path
-    trainer: Trainer
-    state: RandomState  # states of the generators from which the trainer continues
-
-
 def open_seed_runs(
     parent: Path,
     model: ModelConfig,
@@ -176,50 +112,96 @@ def open_seed_runs(
     *,
     resume: bool,
     overwrite: bool,
-) -> list[SeedRun]:
-    """Return a folder and a trainer for every seed, or nothing."""
+) -> dict[Trainer, Path]:
+    """Return a trainer and its folder for every seed, or nothing."""
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
     drawn = model.attention in DRAWN  # every seed keeps different keys
     models = [replace(model, selection_seed=seed) if drawn else model for seed in seeds]
-    configurations = [replace(training, seed=seed) for seed in seeds]
-    folders = [parent / run_name(*both) for both in zip(models, configurations, strict=True)]
+    runs = [(own, replace(training, seed=seed)) for own, seed in zip(models, seeds, strict=True)]
+    folders = [parent / run_name(*run) for run in runs]
     there = [(folder / "last.pt").exists() for folder in folders]
-    runs: list[SeedRun] = []
+    opened: dict[Trainer, Path] = {}
     with ExitStack() as undo:
-        for folder, own, configuration, exists in zip(folders, models, configurations, there, strict=True):
+        for folder, run, exists in zip(folders, runs, there, strict=True):
             go_on = resume and (exists or not any(there))
-            trainer = open_run(folder, own, configuration, device, resume=go_on, overwrite=overwrite)
+            trainer = open_run(folder, *run, device, resume=go_on, overwrite=overwrite)
             undo.callback(trainer.release)
-            runs.append(SeedRun(folder, trainer, random_state(device)))
+            opened[trainer] = folder
         undo.pop_all()
-    return runs
+    return opened
+
+
+def train_run(
+    folder: Path,
+    trainer: Trainer,
+    provenance: dict[str, Any],
+    after_epoch: Callable[[Progress], None] = lambda progress: None,
+    after_batch: Callable[[], None] = lambda: None,
+) -> None:
+    """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``."""
+    train_seed_runs({trainer: folder}, provenance, lambda _, p: after_epoch(p), lambda _: after_batch())
 
 
 def train_seed_runs(
-    runs: list[SeedRun],
+    folders: dict[Trainer, Path],
     provenance: dict[str, Any],
     after_epoch: Callable[[Trainer, Progress], None] = lambda trainer, progress: None,
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:
     """Train all runs to their ends: on CUDA together if they can share their steps, else one after another."""
-    together = stackable([run.trainer for run in runs])
-    facts = {**provenance, "seeds_at_once": len(runs)} if together else provenance
-    finish: dict[int, Callable[[Progress], None]] = {}
+    trainers = list(folders)
+    together = stackable(trainers)
+    facts = {**provenance, "seeds_at_once": len(trainers)} if together else provenance
+    finish: dict[Trainer, Callable[[Progress], None]] = {}
     diverged: dict[int, str] = {}
+
+    def close_epoch(trainer: Trainer, progress: Progress) -> None:
+        finish[trainer](progress)
+        after_epoch(trainer, progress)
+
     try:
-        for group in [runs] if together else [[run] for run in runs]:
-            for run in group:
-                restore_random_state(run.state)
-                tell = partial(after_epoch, run.trainer)
-                finish[id(run.trainer)] = _start_run(run.folder, run.trainer, facts, tell)
-            restore_random_state(group[0].state)
+        for group in [trainers] if together else [[trainer] for trainer in trainers]:
+            finish |= {trainer: _start_run(folders[trainer], trainer, facts) for trainer in group}
+            restore_random_state(group[0].rng)
             try:
-                train_together([run.trainer for run in group], lambda t, p: finish[id(t)](p), after_batch)
+                train_together(group, close_epoch, after_batch)
             except DivergedError as error:
-                diverged |= {runs.index(group[member]): str(error) for member in error.members}
+                diverged |= {trainers.index(group[member]): str(error) for member in error.members}
     finally:
-        for run in runs:
-            run.trainer.release()
+        for trainer in trainers:
+            trainer.release()
     if diverged:
         raise DivergedError(" ".join(dict.fromkeys(diverged.values())), tuple(diverged))
+
+
+def _start_run(folder: Path, trainer: Trainer, provenance: dict[str, Any]) -> Callable[[Progress], None]:
+    """Clean up the folder, save the initialisation, and return a function that saves an epoch."""
+    restore_random_state(trainer.rng)
+    provenance = {
+        "semdiag": version("semdiag"), "torch": str(torch.__version__), "device": trainer.device.type,
+        "threads": torch.get_num_threads(), "processor": processor(), **provenance,
+    }  # fmt: skip
+
+    def save(*names: str) -> None:
+        for name in names:  # a run resumes from the last one
+            write_checkpoint(folder / f"{name}.pt", trainer.checkpoint(provenance, resumable=name == "last"))
+
+    def write_history() -> None:
+        write_csv(folder / "history.csv", [trainer.history, *zip(*trainer.history.values(), strict=True)])
+
+    def finish_epoch(progress: Progress) -> None:
+        named = [f"epoch-{trainer.epoch}"] if trainer.epoch in trainer.training.snapshots else []
+        save(*named, *(["best"] if progress.best else []), "last")
+        write_history()
+
+    for half_written in [*folder.glob(".*.pt.*"), *folder.glob(".history.csv.tmp")]:
+        half_written.unlink()  # from a process that was killed
+    if trainer.epoch == 0:
+        save("last", "epoch-0")  # first, so that the folder can be resumed if the process dies here
+        later = (path for path in folder.glob("epoch-*.pt") if path.name != "epoch-0.pt")
+        for old in [*later, folder / "best.pt", folder / "history.csv"]:
+            old.unlink(missing_ok=True)  # from the overwritten run
+    else:  # the process may have died before it wrote the history
+        write_history()
+    return finish_epoch

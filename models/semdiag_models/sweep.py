@@ -1,46 +1,52 @@
 """Sweeps: a TOML grid becomes runs; each is trained in a process of its own, and has a record and a row."""
 
-import csv
 import hashlib
-import io
 import json
 import math
 import re
 import shlex
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from functools import lru_cache
-from itertools import product
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import lru_cache, partial
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from semdiag_models.attention import ATTENTIONS
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, weights_sha256
-from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type, check_value
+from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type
 from semdiag_models.reading import (
     LARGEST_JSON,
     InputError,
-    csv_cell,
+    counted,
     open_file,
     read_bytes,
     read_json,
     read_toml,
+    refuse,
     unknown_name,
+    write_csv,
     write_text,
 )  # fmt: skip
-from semdiag_models.run_folder import SeedRun, open_run, run_name, train_seed_runs
+from semdiag_models.run_folder import open_run, run_name, train_seed_runs
 from semdiag_models.tasks import Task, Text, configure, find_task, listops, open_text, task_of
-from semdiag_models.training import HISTORY_COLUMNS, DivergedError, ended, find_device, random_state
+from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer, ended, find_device
 from semdiag_models.workers import TICK, Workers
 
 MOST_RUNS = 100_000  # largest number of runs of one file
-_MOST_PROBLEMS = 1000  # largest number of problems that are told
+_MOST_PROBLEMS = 20  # largest number of problems that are told
 _LISTS = ("snapshots", "frozen")  # keys whose values are lists that do not multiply the runs
 _CONTINUABLE = ("epochs", "until", "snapshots")  # fields that may differ when a run continues
+_IN_THE_NAME = (
+    "task", "length", "attention", "k", "global_tokens", "seed", "selection_seed", "text", "listops",
+    "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient", *_CONTINUABLE,
+)  # fmt: skip
+_LONGEST_NAME = 90  # without the hash; longer names are cut
+SCHEMA = "semdiag.run/1"
+RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records of a finished study
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,6 @@ _RECORDS: tuple[Any, ...] = (ListOpsTrees, TrainingConfig, ModelConfig, _TextFil
 _FIELDS = {f.name: f for record in _RECORDS for f in fields(record) if f.name not in _HIDDEN}
 
 
-# --- a file's runs
-
-
 @dataclass(frozen=True)
 class SweepRun:
     """One run of a sweep."""
@@ -70,183 +73,89 @@ class SweepRun:
     training: TrainingConfig
 
 
-class Setting(NamedTuple):
-    """A value with its position: ``grid.attention[2].k``."""
-
-    value: Any
-    place: str
-
-
-Settings = dict[str, Setting]
-
-
-class SweepError(InputError):
-    """Raised for a sweep file with problems; ``problems`` has a line for each, ``summary`` their number."""
-
-    def __init__(self, path: Path, problems: list[str]) -> None:
-        self.problems = problems[:_MOST_PROBLEMS]
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        self.summary = f"{path} has {count}; nothing was run."
-        super().__init__(f"{self.summary} {' '.join(self.problems)}")
-
-
 def read_sweep(path: Path) -> list[SweepRun]:
     """Read a sweep's file, and check every run in it before any starts."""
-    expanded, found = read_settings(path)
-    problems, runs, build = dict.fromkeys(found), dict[str, SweepRun](), _Builder(path.parent)
-    for settings in expanded if not found else ():
+    problems, runs, texts = dict[str, None](), dict[str, SweepRun](), lru_cache(partial(_open_text, path.parent))
+    for settings in read_settings(path):
         try:
-            run = build({key: setting.value for key, setting in settings.items()})
+            run = _build(settings, texts)
+            two = "one run cannot have two numbers of epochs, until or snapshots: the longer contains the shorter."
+            refuse(runs.setdefault(run.name, run) != run, f"{run.name}: {two}")
         except InputError as error:
-            said = re.sub(r"\b[a-z]+ attention", "attention", str(error).replace("_", " ").lower())
-            named = [key for key in settings if re.search(rf"\b{key.replace('_', ' ')}\b", said)]
-            problems[f"{_places(settings, named) or 'the grid'}: {error}"] = None
-            continue
-        if runs.setdefault(run.name, run) != run:
-            why = "one run cannot have two of these; the longer training contains the shorter."
-            problems[f"{_places(settings, _CONTINUABLE)}: {why}"] = None
-    if problems or not runs:
-        none = 'there is no run: name a task, like task = "even-pairs".'
-        raise SweepError(path, list(problems) or [none])
+            problems[str(error)] = None
+    told = " ".join([*problems][:_MOST_PROBLEMS])
+    refuse(bool(problems), f"{path} has {counted(len(problems), 'problem')}; nothing was run. {told}")
     return list(runs.values())
 
 
-def _places(settings: Settings, names: Iterable[str]) -> str:
-    """Return the positions of these settings in one phrase; unset ones have none."""
-    return ", ".join(dict.fromkeys(settings[name].place for name in names if name in settings))
-
-
-def read_settings(path: Path) -> tuple[list[Settings], list[str]]:
-    """Read a TOML file: the settings of all runs, and what is wrong with single values, with positions."""
+def read_settings(path: Path) -> list[dict[str, Any]]:
+    """Read a TOML file: the settings of every run; what a grid says replaces what the top says."""
     content = read_toml(path)
     grid = content.pop("grid", {})
     tables = grid if isinstance(grid, list) else [grid]
-    if not all(isinstance(table, dict) for table in tables):
-        return [], [f"grid: must be a table, [grid] or [[grid]]. Got {grid!r}."]
-    if sum(_count(table) for table in tables) > MOST_RUNS:
-        raise InputError(f"{path} asks for more than {MOST_RUNS:,} runs. Use shorter lists in [grid].")
-    problems: dict[str, None] = {}
-    (common,) = _combinations(content, "", problems)
-    found = []
-    for number, table in enumerate(tables):
-        name = f"grid[{number}]" if isinstance(grid, list) else "grid"
-        found += [{**common, **settings} for settings in _combinations(table, name, problems)]
-    return found, list(problems)
-
-
-def _combinations(table: dict[str, Any], name: str, problems: dict[str, None]) -> list[Settings]:
-    """Return the combinations of a table's entries; at the top of the file (no name) there is one."""
-    axes = []
-    for key, value in table.items():
-        place, entries = f"{name}.{key}".lstrip("."), _entries(key, value)
-        if entries is value and not (name and entries):
-            why = "the list is empty." if name else "a list multiplies the runs, and stands in [grid]."
-            problems[f"{place}: {why}"] = None
-            continue
-        axis: list[Settings] = []
-        for number, entry in enumerate(entries):
-            here = f"{place}[{number}]" if entries is value else place
-            if name and isinstance(entry, dict):
-                axis += _combinations(entry, here, problems)
-                continue
-            axis.append({key: Setting(entry, here)})
-            try:
-                _check_alone(key, entry)
-            except InputError as error:
-                problems[f"{here}: {error}"] = None
-        axes.append(axis)
-    found = []
-    for parts in product(*axes):
-        together: Settings = {}
-        for part in parts:
-            for key in part.keys() & together.keys():
-                problems[f"{part[key].place}: {key} is also set at {together[key].place}."] = None
-            together |= part
-        found.append(together)
+    whole = all(isinstance(table, dict) for table in tables)
+    refuse(not whole, f"{path}: grid must be a table, [grid] or [[grid]]. Got {grid!r}.")
+    pairs = (pair for table in tables for pair in product(_combinations(content), _combinations(table)))
+    found = [{**common, **settings} for common, settings in islice(pairs, MOST_RUNS + 1)]
+    refuse(len(found) > MOST_RUNS, f"{path} asks for more than {MOST_RUNS:,} runs. Use shorter lists.")
+    refuse(not found, f"{path} asks for no run: a list in it is empty.")
     return found
 
 
-def _entries(key: str, value: Any) -> list[Any]:
-    """Return the values of a key; for ``snapshots`` and ``frozen``, a list of plain values is one value."""
-    several = isinstance(value, list) and (key not in _LISTS or any(isinstance(v, list) for v in value))
-    return value if several else [value]
+def _combinations(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the combinations of a table's lists; a table in a list stands for several keys at once."""
+    axes = []
+    for key, value in table.items():
+        several = isinstance(value, list) and (key not in _LISTS or any(isinstance(v, list) for v in value))
+        parts = (_combinations(v) if isinstance(v, dict) else [{key: v}] for v in (value if several else [value]))
+        axes.append(list(islice(chain.from_iterable(parts), MOST_RUNS + 1)))
+    found = []
+    for combination in islice(product(*axes), MOST_RUNS + 1):
+        keys = Counter(key for part in combination for key in part)
+        twice = next((key for key, count in keys.items() if count > 1), None)
+        refuse(twice is not None, f"{twice} is set twice in one table of the grid.")
+        found.append({key: value for part in combination for key, value in part.items()})
+    return found
 
 
-def _count(table: dict[str, Any]) -> int:
-    """Return the number of combinations of a table's lists."""
-    return math.prod(
-        sum(_count(entry) if isinstance(entry, dict) else 1 for entry in _entries(key, value))
-        for key, value in table.items()
+def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text]) -> SweepRun:
+    """Make a run of settings, and refuse what no run can have."""
+    for key, value in values.items():
+        if key not in _FIELDS:
+            raise unknown_name("key", key, _FIELDS)
+        check_type(_FIELDS[key], value)
+    refuse("task" not in values, 'A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
+    name = values.pop("task")
+    text, trees = (
+        {f.name: values.pop(f.name) for f in fields(record) if f.name in values}
+        for record in (_TextFile, ListOpsTrees)
     )
+    task = texts(values.get("length"), _TextFile(**text)) if name == Text.name else find_task(name)
+    for extra, home in ((text, Text.name), (trees, "listops")):
+        odd = bool(extra) and task.name != home
+        refuse(odd, f"{next(iter(extra), '')} belongs to the task {home}. Got task {name!r}.")
+    law = ListOpsTrees(**trees) if trees else None
+    if law is not None:
+        task = listops(law)
+        values.setdefault("length", law.longest)
+    epochs = values.get("epochs", task.recipe.epochs)
+    values["snapshots"] = [epoch for epoch in values.get("snapshots", ()) if epoch <= epochs]
+    model, training = configure(task, values, law)
+    if isinstance(task, Task):
+        _draw_one(task, training.least_length or training.length)
+    return SweepRun(name_run(model, training), model, training)
 
 
-def _check_alone(key: str, value: Any) -> None:
-    """Refuse a key that is unknown, and a value that is wrong regardless of other keys."""
-    if key not in _FIELDS:
-        raise unknown_name("key", key, _FIELDS)
-    check_type(_FIELDS[key], value)
-    check_value(_FIELDS[key], value)
-    if key == "task" and value != Text.name:
-        find_task(value)
-    if key == "attention" and value not in ATTENTIONS:
-        raise unknown_name(key, value, ATTENTIONS)
-
-
-class _Builder:
-    """Makes runs of settings, and refuses those that no run can have."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._text = lru_cache(self._open_text)
-
-    def __call__(self, values: dict[str, Any]) -> SweepRun:
-        if "task" not in values:
-            raise InputError('A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
-        name = values.pop("task")
-        text, trees = (
-            {f.name: values.pop(f.name) for f in fields(record) if f.name in values}
-            for record in (_TextFile, ListOpsTrees)
-        )
-        task = self._text(values.get("length"), _TextFile(**text)) if name == Text.name else find_task(name)
-        for extra, home in ((text, Text.name), (trees, "listops")):
-            if extra and task.name != home:
-                raise InputError(f"{next(iter(extra))} belongs to the task {home}. Got task {name!r}.")
-        law = ListOpsTrees(**trees) if trees else None
-        if law is not None:
-            task = listops(law)
-            values.setdefault("length", law.longest)
-        epochs = values.get("epochs", task.recipe.epochs)
-        values["snapshots"] = [epoch for epoch in values.get("snapshots", ()) if epoch <= epochs]
-        model, training = configure(task, values, law)
-        if isinstance(task, Task) and (why := _refusal(task, training.least_length or training.length)):
-            raise InputError(why)
-        return SweepRun(name_run(model, training), model, training)
-
-    def _open_text(self, window: int | None, source: _TextFile) -> Text:
-        if not source.text:
-            raise InputError('The task text needs a file: text = "FILE", beside the sweep\'s own file.')
-        holdout = None if source.holdout_text is None else self._folder / source.holdout_text
-        return Text(open_text(self._folder / source.text, holdout, source.tokenizer, source.vocabulary), window)
+def _open_text(folder: Path, window: int | None, source: _TextFile) -> Text:
+    refuse(not source.text, 'The task text needs a file: text = "FILE", beside the sweep\'s own file.')
+    holdout = None if source.holdout_text is None else folder / source.holdout_text
+    return Text(open_text(folder / source.text, holdout, source.tokenizer, source.vocabulary), window)
 
 
 @lru_cache
-def _refusal(task: Task, length: int) -> str:
-    """Return why a task has no string of a length, or nothing."""
-    try:
-        task.draw(1, 1, length, torch.Generator().manual_seed(0))
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-# --- a run's name
-
-
-_IN_THE_NAME = (
-    "task", "length", "attention", "k", "global_tokens", "seed", "selection_seed", "text", "listops",
-    "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient", *_CONTINUABLE,
-)  # fmt: skip
-_LONGEST_NAME = 90  # without the hash; longer names are cut
+def _draw_one(task: Task, length: int) -> None:
+    """Refuse a length of which a task has no string."""
+    task.draw(1, 1, length, torch.Generator().manual_seed(0))
 
 
 def identity(model: ModelConfig, training: TrainingConfig) -> str:
@@ -289,9 +198,6 @@ def name_run(model: ModelConfig, training: TrainingConfig) -> str:
     return f"{readable}-{identity(model, training)}"
 
 
-# --- training in a process
-
-
 class Order(NamedTuple):
     """What a worker process needs to train runs; everything in it can be pickled."""
 
@@ -327,25 +233,18 @@ def train_order(order: Order) -> list[Outcome]:
     """Train runs to their ends from their current state, on one CPU thread, in a process of its own."""
     torch.set_num_threads(1)
     outcomes = {run.name: Outcome("done") for run in order.runs}
-    left, device, runs = list[SweepRun](), find_device(order.device), list[SeedRun]()
+    left, device, opened = list(order.runs), find_device(order.device), dict[Trainer, Path]()
     try:
+        status = {run: inspect(order.folder / run.name, run)[0] for run in left}
+        left = [run for run in left if status[run] != "done"]
         with ExitStack() as undo:
-            for run in order.runs:
-                folder = order.folder / run.name
-                try:
-                    status, saved = inspect(folder, run)
-                except InputError as error:
-                    outcomes[run.name] = Outcome("failed", str(error))
-                    continue
-                if status == "done":
-                    continue
-                left.append(run)
-                begun = saved is not None
+            for run in left:
+                folder, begun = order.folder / run.name, status[run] == "begun"
                 trainer = open_run(folder, run.model, run.training, device, resume=begun, overwrite=not begun)
                 undo.callback(trainer.release)
-                runs.append(SeedRun(folder, trainer, random_state(device)))
-            if runs:
-                train_seed_runs(runs, order.provenance)
+                opened[trainer] = folder
+            if left:
+                train_seed_runs(opened, order.provenance)
     except DivergedError as error:
         outcomes |= {left[member].name: Outcome("diverged", str(error)) for member in error.members}
     except InputError as error:
@@ -398,13 +297,6 @@ def epochs_so_far(folder: Path) -> int:
         return 0
 
 
-# --- records of finished runs
-
-
-SCHEMA = "semdiag.run/1"
-RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records of a finished study
-
-
 def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
     """Write a finished run's record, ``NAME.json``; a history has seven digits, as float32 has no more."""
     facts = {k: _without_folders(v) if k == "command" else v for k, v in saved.provenance.items()}
@@ -431,32 +323,30 @@ def read_packed(folder: Path) -> dict[str, dict[str, Any]]:
     paths = folder / RUNS, folder / HISTORIES
     if not all(path.exists() for path in paths):
         return {}
-    return _kept_tables(*paths, *(path.stat().st_mtime_ns for path in paths))
+    return read_tables(*paths, *(path.stat().st_mtime_ns for path in paths))
 
 
+@lru_cache(maxsize=4)
 def read_tables(runs: Path, histories: Path, *stamps: int) -> dict[str, dict[str, Any]]:
-    """Return the records in two tables by run."""
+    """Return the records in two tables by run; kept until a stamp changes."""
     import pandas as pd
 
-    tables = []
-    for path in (runs, histories):
-        with open_file(path, LARGEST_JSON) as file:
-            try:
-                tables.append(pd.read_parquet(file))
-            except Exception as error:  # on damaged files the library raises anything
-                raise InputError(f"{path} cannot be read as a table ({type(error).__name__}).") from None
     try:
+        tables = []
+        for path in (runs, histories):
+            with open_file(path, LARGEST_JSON) as file:
+                tables.append(pd.read_parquet(file))
         found = {
             name: {str(column): rows[column].tolist() for column in rows if column != "run"}
             for name, rows in tables[1].groupby("run", sort=False)
         }
         pairs = zip(tables[0]["run"], tables[0]["record"], strict=True)
         return {name: {**json.loads(record), "history": found[name]} for name, record in pairs}
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{runs.parent} holds no records of runs ({error}).") from None
-
-
-_kept_tables = lru_cache(maxsize=4)(read_tables)  # until a stamp changes
+    except InputError:
+        raise
+    except Exception as error:  # on damaged files the library raises anything
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(f"{runs.parent} holds no records of runs ({why}).") from None
 
 
 def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
@@ -466,21 +356,17 @@ def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
     if content is None:
         return None
     try:
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {content['schema']!r}")
+        refuse(content["schema"] != SCHEMA, f"its schema is {content['schema']!r}")
         training, model = TrainingConfig.from_dict(content["training"]), ModelConfig.from_dict(content["model"])
         history: dict[str, list[float]] = content["history"]
         whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
-        if not whole or not all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c):
-            raise ValueError("its history is not a list of numbers per quantity")
+        finite = all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c)
+        refuse(not whole or not finite, "its history is not a list of numbers per quantity")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
     if identity(model, training) != identity(run.model, run.training):
         raise InputError(f"{path} is the record of another configuration. Move it away.")
     return history
-
-
-# --- results
 
 
 @dataclass(frozen=True)
@@ -505,15 +391,21 @@ class RunResult:
 
 
 def result(
-    run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None, records: Path | None = None
-) -> RunResult:
-    """Return a run's row, from its folder or, if that is not finished, from its record."""
-    problem = "" if outcome is None else outcome.problem
-    recorded, saved = None, None
+    run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None, records: Path | None = None,
+    keep: bool = True,
+) -> RunResult:  # fmt: skip
+    """Return a run's row, from its folder or, if that is not finished, from its record; keep a record of it."""
+    problem, recorded, saved = "" if outcome is None else outcome.problem, None, None
     try:
         recorded = None if records is None else read_history(records, run)
         status, saved = inspect(folder, run)
-        if status == "done" and records and saved and saved.epoch > len((recorded or {"epoch": []})["epoch"]):
+        if (
+            keep
+            and records
+            and status == "done"
+            and saved
+            and saved.epoch > len((recorded or {}).get("epoch", ()))
+        ):
             write_record(records, run, saved)
     except InputError as error:
         status, problem = "failed", str(error)
@@ -536,31 +428,13 @@ def result(
     )  # fmt: skip
 
 
-def epochs_left(folder: Path, run: SweepRun, records: Path | None) -> int:
-    """Return the number of epochs that a run has left to train, at most."""
-    recorded = None if records is None else read_history(records, run)
-    try:
-        status, saved = inspect(folder, run)
-    except InputError:
-        return 0
-    if status == "done" or (recorded is not None and ended(recorded, run.training)):
-        return 0
-    return max(0, run.training.epochs - (0 if saved is None else saved.epoch))
-
-
 def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
     """Return the results as plain values for JSON."""
-    return {"schema": "semdiag.sweep/1", "provenance": provenance, "results": [asdict(row) for row in rows]}
+    return {"schema": "semdiag.sweep/1", "provenance": provenance, "results": [vars(row) for row in rows]}
 
 
 def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:
     """Write ``results.csv`` and ``results.json``, each whole or not at all."""
-    table = io.StringIO()
-    writer = csv.DictWriter(table, [f.name for f in fields(RunResult)], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        cells = asdict(row)
-        writer.writerow({key: csv_cell(cell) if isinstance(cell, str) else cell for key, cell in cells.items()})
-    write_text(folder / "results.csv", table.getvalue())
+    write_csv(folder / "results.csv", [[f.name for f in fields(RunResult)], *(vars(row).values() for row in rows)])
     document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
     write_text(folder / "results.json", document + "\n")

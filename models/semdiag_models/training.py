@@ -3,11 +3,10 @@
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,15 @@ from semdiag_models.attention import ATTENTIONS
 from semdiag_models.checkpoint import Checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import LARGEST_JSON, InputError, RunLock, read_bytes, require_memory, unknown_name
+from semdiag_models.reading import (
+    LARGEST_JSON,
+    InputError,
+    RunLock,
+    read_bytes,
+    refuse,
+    require_memory,
+    unknown_name,
+)
 from semdiag_models.tasks import Split, draw_data, draw_fresh, task_of
 
 HISTORY_COLUMNS = (
@@ -25,6 +32,7 @@ HISTORY_COLUMNS = (
 )  # fmt: skip
 _ENTRIES = 2**25  # largest number of elements of an activation in evaluation, 128 MB
 _WARM_UP = 3  # steps before a graph is captured: kernels are chosen and compiled in them
+BEST = "cuda", "mps", "cpu"  # devices in the order in which auto prefers them
 
 _GENERATORS = {"cuda": torch.cuda, "mps": torch.mps}  # beside the CPU's
 RandomState = dict[str, Tensor]  # generator state by kind of device
@@ -46,23 +54,6 @@ def restore_random_state(states: RandomState) -> None:
             module.set_rng_state(states[name])
 
 
-# --- steps
-
-
-@contextmanager
-def _product_precision(precision: str) -> Iterator[None]:
-    """Allow TF32 in matrix products, forward and backward, if the precision says so; restored on leaving."""
-    if precision != "tf32":  # some versions of torch warn even on reading
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class Steps:
     """Training steps of one encoder, or of several of one configuration at once, whose parameters are stacked.
 
@@ -77,17 +68,16 @@ class Steps:
         self._parameters: list[Tensor] = list(self._encoder.parameters())
         self._optimizer = first.optimizer  # of plain SGD, the only one for several, there is none
         self._memory: Any = {} if self._optimizer is None else self._optimizer.state
-        compiled = self._training.compiled
-        self._forward: Callable[..., Tensor] = torch.compile(self._encoder) if compiled else self._encoder
+        self._forward: Any = torch.compile(self._encoder) if self._training.compiled else self._encoder
         splits = zip(*(trainer.train_split for trainer in trainers), strict=True)
         self._tokens, self._labels = (parts[0] if self._count == 1 else torch.cat(parts) for parts in splits)
         dtype = self._parameters[0].dtype
         self._rate = torch.zeros((), dtype=dtype, device=self._device)
         self._totals = torch.zeros(2, self._count, dtype=dtype, device=self._device)  # losses, right answers
         self._graph: torch.cuda.CUDAGraph | None = None
-        clustered = ATTENTIONS[first.config.attention].keeps == "clustered"  # keys are counted on the CPU
-        self._captures = self._device.type == "cuda" and not clustered
         c = self._encoder.config
+        clustered = ATTENTIONS[c.attention].keeps == "clustered"  # keys are counted on the CPU
+        self._captures = self._device.type == "cuda" and not clustered
         self._frozen: list[tuple[Tensor, Any, Tensor]] = []  # parameters, their frozen rows, what stands there
         for i in range(c.blocks if "qk" in self._training.frozen else 0):
             rows, qkv = slice(2 * c.heads * c.head_width), self._encoder.attention(i).qkv
@@ -107,28 +97,30 @@ class Steps:
         order = orders[0][None] if self._count == 1 else torch.stack(orders)
         self._encoder.train()
         self._rate.fill_(rate)
-        with _product_precision(self._training.precision):
-            if self._captures and self._graph is None and size <= n:
-                self._capture(size)
-            self._totals.zero_()
-            for batch in torch.split(order, size, 1):
-                if self._graph is not None and batch.shape[1] == size:
-                    self._batch.copy_(batch)
-                    self._graph.replay()
-                else:
-                    self._step(batch)
-                for trainer in self.trainers:
-                    after_batch(trainer)
+        for group in self._optimizer.param_groups if self._optimizer else ():
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        if self._captures and self._graph is None and size <= n:
+            self._capture(size)
+        self._totals.zero_()
+        for batch in torch.split(order, size, 1):
+            if self._graph is not None and batch.shape[1] == size:
+                self._batch.copy_(batch)
+                self._graph.replay()
+            else:
+                self._step(batch)
+            for trainer in self.trainers:
+                after_batch(trainer)
+        for name, parameter in self._encoder.named_parameters() if self._count > 1 else ():
+            for trainer, value in zip(self.trainers, parameter.detach(), strict=True):
+                trainer.encoder.get_parameter(name).data.copy_(value)
         losses, right = self._totals.tolist()  # the only wait for the device in an epoch
         return [(loss / n, hits / n) for loss, hits in zip(losses, right, strict=True)]
 
     def _step(self, batch: Tensor) -> None:
         """Make one step on samples (G, b) of the data; nothing here may wait for the device."""
         tokens, labels = self._tokens[batch.flatten()], self._labels[batch.flatten()]
-        bf16 = self._training.precision == "bf16"  # the cache of converted weights would outlive a step in a graph
-        with torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False) if bf16 else nullcontext():
-            logits = self._forward(tokens, self.padded)
-            losses = F.cross_entropy(logits, labels, reduction="none").view(batch.shape)
+        logits = self._forward(tokens, self.padded)
+        losses = F.cross_entropy(logits, labels, reduction="none").view(batch.shape)
         for parameter in self._parameters:
             parameter.grad = None
         losses.mean(1).sum().backward()  # type: ignore[no-untyped-call]
@@ -159,9 +151,6 @@ class Steps:
             torch._foreach_add_(self._parameters, gradients, alpha=-1)
         for parameter, at, value in self._frozen:  # weight decay acts even without a gradient
             parameter[at] = value
-            for state in self._memory.get(parameter, {}).values():
-                if state.shape == parameter.shape:
-                    state[at] = 0
 
     def _capture(self, size: int) -> None:
         """Capture a step as a graph, and leave parameters, optimiser and generators as they were."""
@@ -186,17 +175,6 @@ class Steps:
             self._step(self._batch)
         torch.cuda.set_rng_state(drawn, self._device)
 
-    @torch.no_grad()
-    def store(self) -> None:
-        """Copy the parameters of several encoders back to their trainers."""
-        if self._count > 1:
-            for name, parameter in self._encoder.named_parameters():
-                for trainer, value in zip(self.trainers, parameter, strict=True):
-                    trainer.encoder.get_parameter(name).copy_(value)
-
-
-# --- the trainer
-
 
 class DivergedError(RuntimeError):
     """Raised if the training loss is no longer a number; of several runs, ``members`` lists the diverged ones."""
@@ -206,8 +184,7 @@ class DivergedError(RuntimeError):
         self.members = members
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Report of the trainer after each epoch: a row of the history."""
 
     row: dict[str, float]
@@ -226,15 +203,13 @@ class Trainer:
     def __init__(self, model: ModelConfig, training: TrainingConfig, device: torch.device) -> None:
         self.config, self.training, self.device = model, training, device
         task = task_of(training)
-        if (model.vocabulary_size, model.classes) != (task.vocabulary_size, task.classes):
-            raise InputError(
-                f"{task.name} has {task.vocabulary_size} token ids and {task.classes} classes; "
-                f"the model has {model.vocabulary_size} and {model.classes}."
-            )
-        if model.length < training.length:
-            raise InputError(f"The model has {model.length} positions, too few for length {training.length}.")
-        if training.precision == "tf32" and device.type != "cuda":
-            raise InputError(f"tf32 is a precision of CUDA devices, not of {device.type}. Use float32 or bf16.")
+        wanted, own = (task.vocabulary_size, task.classes), (model.vocabulary_size, model.classes)
+        numbers = f"{wanted[0]} token ids and {wanted[1]} classes; the model has {own[0]} and {own[1]}"
+        refuse(own != wanted, f"{task.name} has {numbers}.")
+        few = model.length < training.length
+        refuse(few, f"The model has {model.length} positions, too few for length {training.length}.")
+        other = training.precision != "float32"
+        refuse(other, f"Training is in float32. Only versions up to 0.7 continue a run in {training.precision}.")
         require_memory(training_memory(model, training, device.type == "cpu"), "Training this model", largest=1)
         train, holdout = draw_data(training, model.length, model.pad_id)
         self.train_split = Split(*(t.to(device) for t in train))
@@ -245,6 +220,7 @@ class Trainer:
         self.encoder.scale_queries_and_keys(training.query_key_scale)
         self.optimizer = make_optimizer(self.encoder, training, device)
         self.lock: RunLock | None = None  # lock of the run's folder, if it has one
+        self.rng = random_state(device)  # states of the generators from which training continues
         self.epoch = 0
         self.history: dict[str, list[float]] = {name: [] for name in HISTORY_COLUMNS}
 
@@ -269,22 +245,18 @@ class Trainer:
         self.encoder.load_state_dict(saved.state)
         self.epoch, self.history = saved.epoch, saved.history
         parameters, state = dict(self.encoder.named_parameters()), saved.optimizer_state
+        if state and (self.optimizer is None or state.keys() != parameters.keys()):
+            raise InputError("the optimiser's state does not fit the model's parameters.")
+        scalars = self.device if self.device.type == "cuda" else "cpu"  # where the number of steps is kept
         for name, values in state.items():
-            parameter = parameters.get(name)
+            parameter, own = parameters[name], self.optimizer.state[parameters[name]]  # type: ignore[union-attr]
             for quantity, value in values.items():
-                fits = parameter is not None and value.shape in (parameter.shape, torch.Size([]))
-                if not fits or not value.is_floating_point() or self.optimizer is None:
+                if value.shape not in (parameter.shape, torch.Size([])) or not value.is_floating_point():
                     raise InputError(f"the optimiser's {quantity!r} of {name!r} does not fit the model.")
-        if state and state.keys() != parameters.keys():
-            raise InputError("the optimiser's state does not cover all parameters of the model.")
-        for name, values in state.items():
-            assert self.optimizer is not None  # checked above
-            self.optimizer.state[parameters[name]] = {  # except on CUDA it keeps the number of steps on the CPU
-                quantity: value.to(self.device if value.ndim or self.device.type == "cuda" else "cpu", copy=True)
-                for quantity, value in values.items()
-            }
+                own[quantity] = value.to(self.device if value.ndim else scalars, copy=True)
         try:
             restore_random_state(saved.rng)
+            self.rng = random_state(self.device)
         except (RuntimeError, TypeError) as error:
             raise InputError(f"its random state is damaged ({error}).") from None
 
@@ -327,10 +299,9 @@ class Trainer:
         holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
         self.check_loss(train_loss + holdout_loss)  # the last step may have diverged
         best = holdout_accuracy > max(self.history["holdout_accuracy"], default=-math.inf)
-        learning_rate = self.learning_rate
+        rate, seconds = self.learning_rate, time.perf_counter() - start
         self.epoch += 1
-        seconds = time.perf_counter() - start
-        values = self.epoch, learning_rate, train_loss, train_accuracy, holdout_loss, holdout_accuracy, seconds
+        values = self.epoch, rate, train_loss, train_accuracy, holdout_loss, holdout_accuracy, seconds
         row = dict(zip(HISTORY_COLUMNS, values, strict=True))
         for name, value in row.items():
             self.history[name].append(value)
@@ -339,8 +310,8 @@ class Trainer:
     def check_loss(self, total: float) -> None:
         """Refuse to continue after a sum of losses that is not a number."""
         if not math.isfinite(total):
-            where = f"in epoch {self.epoch + 1} at learning rate {self.learning_rate:g}"
-            why = f"the training loss became {total} {where}. Try a smaller --learning-rate."
+            where = f"{total} in epoch {self.epoch + 1} at learning rate {self.learning_rate:g}"
+            why = f"the training loss became {where}. Try a smaller --learning-rate."
             raise DivergedError(f"Seed {self.training.seed}: {why}")
 
     @torch.no_grad()
@@ -349,10 +320,9 @@ class Trainer:
         self.encoder.eval()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         # With 5,000 tokens the calls cost little and a processor's caches hold much; 16 million logits fit memory.
-        at_once = 5_000 if self.device.type == "cpu" else 1_000_000
+        at_once, entries = (5_000, _ENTRIES) if self.device.type == "cpu" else (1_000_000, 8 * _ENTRIES)
         c, length = self.config, split.tokens.shape[1]
         widest = max(c.width, 3 * c.heads * c.head_width, c.mlp_width)
-        entries = _ENTRIES if self.device.type == "cpu" else 8 * _ENTRIES
         per_batch = max(1, min(at_once // length, 2**24 // c.classes, entries // (length * widest)))
         parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
         for tokens, labels in zip(*parts, strict=True):
@@ -366,17 +336,14 @@ def stackable(trainers: Sequence[Trainer]) -> bool:
     """Return whether runs can share their steps: on CUDA, with plain SGD, and equal in all but their seeds."""
     first = trainers[0]
     alike = {(t.config, t.epoch, replace(t.training, seed=0, query_key_scale=1.0)) for t in trainers}
-    clustered = ATTENTIONS[first.config.attention].keeps == "clustered"
-    return len(trainers) > 1 and first.device.type == "cuda" and len(alike) == 1 and not clustered and (
-        first.optimizer is None
-    )  # fmt: skip
+    plain = first.optimizer is None and ATTENTIONS[first.config.attention].keeps != "clustered"
+    return len(trainers) > 1 and first.device.type == "cuda" and len(alike) == 1 and plain
 
 
 def train_together(
-    trainers: Sequence[Trainer],
-    after_epoch: Callable[[Trainer, Progress], None],
+    trainers: Sequence[Trainer], after_epoch: Callable[[Trainer, Progress], None],
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
-) -> None:
+) -> None:  # fmt: skip
     """Train runs that can share their steps to their ends; those that end or diverge leave the others."""
     diverged: dict[int, str] = {}
     steps: Steps | None = None
@@ -386,9 +353,7 @@ def train_together(
             trainer.begin_epoch()
         if steps is None or steps.trainers != group or steps.padded != any(t.padded for t in group):
             steps = Steps(group)
-        set_learning_rate(group[0].optimizer, group[0].learning_rate)
         found = steps.epoch(group[0].learning_rate, after_batch)
-        steps.store()
         start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
         for trainer, (loss, accuracy) in zip(group, found, strict=True):
             began = time.perf_counter()
@@ -403,31 +368,17 @@ def train_together(
         raise DivergedError(" ".join(diverged.values()), tuple(diverged))
 
 
-# --- optimisers, memory, devices
-
-
 def make_optimizer(
     encoder: Encoder, training: TrainingConfig, device: torch.device
 ) -> torch.optim.Optimizer | None:
     """Return Adam or AdamW; None for plain SGD, which :class:`Steps` does itself."""
-    if training.optimizer == "sgd":
-        return None
+    kind = {"sgd": None, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[training.optimizer]
     options: dict[str, Any] = {"lr": training.learning_rate, "foreach": True}
     if device.type == "cuda":  # in a graph, the step size must stand on the device
         options |= {"lr": torch.tensor(training.learning_rate, device=device), "capturable": True}
     if training.weight_decay is not None:
         options["weight_decay"] = training.weight_decay
-    kind = torch.optim.Adam if training.optimizer == "adam" else torch.optim.AdamW
-    return kind(encoder.parameters(), **options)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer | None, rate: float) -> None:
-    """Set the step size of all parameters."""
-    for group in [] if optimizer is None else optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+    return None if kind is None else kind(encoder.parameters(), **options)
 
 
 def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool = True) -> int:
@@ -443,9 +394,6 @@ def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool =
     return needed + 4 * (3 * parameters + batch * length * model.blocks * per_token)
 
 
-BEST = "cuda", "mps", "cpu"  # devices in the order in which auto prefers them
-
-
 def find_device(name: str) -> torch.device:
     """Return the device that the user named."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -455,8 +403,7 @@ def find_device(name: str) -> torch.device:
         return torch.device(next(device for device in BEST if there.get(device)))
     if name not in there:
         raise unknown_name("device", name, ["auto", *there])
-    if not there[name]:
-        raise InputError(f"No {name} device here. Use --device auto or --device cpu.")
+    refuse(not there[name], f"No {name} device here. Use --device auto or --device cpu.")
     return torch.device(name)
 
 

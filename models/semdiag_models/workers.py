@@ -21,22 +21,18 @@ _BYTES = 2**29  # memory of a process with torch, before it has a model
 
 
 class LocalWorkers:
-    """Processes on this machine that execute orders: they train runs, or measure models.
-
-    They come through joblib's loky, ignore Ctrl-C, and end with this process.
-    """
+    """Processes on this machine that train or measure; they ignore Ctrl-C, and end with this process."""
 
     def __init__(
-        self, jobs: int | None, carry_out: Callable[[Any], Any], tasks: int | None = None, size: int = 0
+        self, jobs: int | None, carry_out: Callable[[Any], Any], tasks: int = 10**9, size: int = 0
     ) -> None:
-        room = max(1, int(memory_share() / MEMORY_SHARE / (_BYTES + size)))
-        limits = {
-            "this machine has no more cores": cores(),
-            f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each": room,
-        }
-        if tasks is not None:
-            limits["there is no more to divide among processes"] = max(1, tasks)
-        why, most = min(limits.items(), key=lambda limit: limit[1])
+        room = int(memory_share() / MEMORY_SHARE / (_BYTES + size))
+        most, why = min(
+            (cores(), "this machine has no more cores"),
+            (max(1, room), f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each"),
+            (max(1, tasks), "there is no more to divide among processes"),
+            key=lambda limit: limit[0],
+        )
         self.capacity = most if jobs is None else min(jobs, most)  # largest number of pending orders
         if jobs is not None and most < jobs:
             warnings.warn(f"{most} of {jobs:,} processes are used: {why}.", stacklevel=2)
@@ -44,9 +40,11 @@ class LocalWorkers:
 
     def _executor(self) -> Any:
         """Return the pool, or a new one if a killed process broke it."""
-        env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        begin = {"initializer": _work_for, "initargs": (os.getpid(),)}
-        return get_reusable_executor(self.capacity, timeout=3600, env=env, **begin)
+        env, me = (
+            dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+            (os.getpid(),),
+        )
+        return get_reusable_executor(self.capacity, timeout=3600, env=env, initializer=_work_for, initargs=me)
 
     def submit(self, order: Any) -> Any:
         """Submit an order; return a handle."""
@@ -110,8 +108,7 @@ class RayWorkers:
 
     def wait(self, handles: list[Any], seconds: float) -> list[Any]:
         """Wait until an order ends, or the time is over."""
-        ready: list[Any] = self._ray.wait(handles, num_returns=1, timeout=seconds)[0]
-        return ready
+        return self._ray.wait(handles, num_returns=1, timeout=seconds)[0]  # type: ignore[no-any-return]
 
     def outcomes(self, handle: Any) -> Any:
         """Return the result of an ended order; None if a worker or a machine failed."""

@@ -59,7 +59,7 @@ def test_each_folder_ends_up_as_if_its_seed_had_been_trained_alone(together, tmp
 
 @pytest.mark.parametrize("stop", [(5, 2), (6, 2), (6, 1)])
 def test_an_interrupted_and_resumed_pair_arrives_where_the_uninterrupted_one_does(together, tmp_path, stop):
-    whole = {run.trainer.training.seed: run.trainer.encoder.state_dict() for run in together(epochs=4)}
+    whole = {run.training.seed: run.encoder.state_dict() for run in together(epochs=4)}
 
     def interrupt(trainer, progress):
         if (trainer.training.seed, trainer.epoch) == stop:
@@ -69,16 +69,16 @@ def test_an_interrupted_and_resumed_pair_arrives_where_the_uninterrupted_one_doe
         together(epochs=4, overwrite=True, after_epoch=interrupt)
     torch.rand(5)
     for run in together(epochs=4, resume=True):
-        close(run.trainer.encoder.state_dict(), whole[run.trainer.training.seed])
-        assert run.trainer.history["epoch"] == [1, 2, 3, 4]
+        close(run.encoder.state_dict(), whole[run.training.seed])
+        assert run.history["epoch"] == [1, 2, 3, 4]
 
 
 def test_a_seed_may_be_added_on_resuming_and_one_may_go_on_alone(together, tmp_path):
     together(epochs=2)
     runs = together(seeds=(5, 6, 7), epochs=3, resume=True)
-    assert [run.trainer.epoch for run in runs] == [3, 3, 3]
+    assert [run.epoch for run in runs] == [3, 3, 3]
     (alone,) = together(seeds=(6,), epochs=4, resume=True)
-    assert alone.trainer.epoch == 4
+    assert alone.epoch == 4
 
 
 def test_nothing_changes_if_one_of_the_folders_is_refused(together, tmp_path):
@@ -89,7 +89,7 @@ def test_nothing_changes_if_one_of_the_folders_is_refused(together, tmp_path):
     with pytest.raises(InputError, match="Nothing to resume"):
         together(seeds=(7, 8), resume=True)
     assert {path: path.read_bytes() for path in folder_of(tmp_path, 6).iterdir()} == before
-    assert together(overwrite=True)[0].trainer.epoch == 3  # and the locks are free again
+    assert next(iter(together(overwrite=True))).epoch == 3  # and the locks are free again
 
 
 @pytest.mark.parametrize("seeds", [(), (5, 5)])

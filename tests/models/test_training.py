@@ -1,10 +1,12 @@
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
 from semdiag_models.encoder import Encoder
 from semdiag_models.reading import InputError
 from semdiag_models.tasks import draw_data, draw_fresh
@@ -327,30 +329,13 @@ def test_a_run_that_is_never_good_enough_makes_all_its_epochs(tiny_model, tiny_t
     assert (trainer.epoch, trainer.finished) == (3, True)
 
 
-def test_bf16_learns_repeats_itself_and_keeps_float32(tiny_model, tiny_training):
-    model, training = learnable(tiny_model, tiny_training, epochs=15, precision="bf16")
-    seen = []
-    first = Trainer(model, training, CPU)
-    core = first.encoder.blocks[0].attention.core
-    core.register_forward_hook(lambda _, inputs, mixed: seen.append({inputs[0].dtype, mixed.dtype}))
-    linear = first.encoder.blocks[0].expand
-    linear.register_forward_hook(lambda _, inputs, out: seen.append((first.encoder.training, out.dtype)))
-    first.run(ignore)
-    assert {torch.float32} in seen  # selection and softmax
-    assert {torch.bfloat16} not in seen
-    assert (True, torch.bfloat16) in seen
-    assert (False, torch.float32) in seen
-    assert (True, torch.float32) not in seen
-    assert max(first.history["train_accuracy"]) > 0.95
-    assert {p.dtype for p in first.encoder.parameters()} == {torch.float32}
-    one, same = (trained(*learnable(tiny_model, tiny_training, epochs=1, precision="bf16")) for _ in range(2))
-    assert same_weights(one, same)
-    assert not same_weights(one, trained(*learnable(tiny_model, tiny_training, epochs=1)))
-
-
-def test_tf32_is_refused_where_it_does_not_exist(tiny_model, tiny_training):
-    with pytest.raises(InputError, match=r"^tf32 is a precision of CUDA devices, not of cpu\."):
-        Trainer(tiny_model(), tiny_training(precision="tf32"), CPU)
+def test_a_run_in_bf16_is_read_and_not_continued(tiny_model, tiny_training, tmp_path):
+    trainer = Trainer(tiny_model(), tiny_training(), CPU)
+    saved = replace(trainer.checkpoint({}, resumable=True), training=tiny_training(precision="bf16"))
+    write_checkpoint(tmp_path / "last.pt", saved)
+    assert read_checkpoint(tmp_path / "last.pt").training.precision == "bf16"
+    with pytest.raises(InputError, match=r"^Training is in float32\. .* continue a run in bf16\.$"):
+        Trainer(tiny_model(), saved.training, CPU)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch deprecates
@@ -411,11 +396,10 @@ def test_steps_of_several_seeds_at_once_are_those_of_each_alone(tiny_model, tiny
         for n in range(3):
             batch = torch.arange(12 * n, 12 * n + 12) + 36 * torch.arange(len(steps.trainers))[:, None]
             steps._step(batch)
-    whole.store()
     assert torch.allclose(whole._totals, torch.cat([steps._totals for steps in several], 1), rtol=0, atol=1e-12)
-    for one, other in zip(alone, together, strict=True):
-        for p, q in zip(one.encoder.parameters(), other.encoder.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+    for i, one in enumerate(alone):
+        for p, q in zip(one.encoder.parameters(), whole._encoder.parameters(), strict=True):
+            torch.testing.assert_close(p, q[i], rtol=0, atol=1e-12)
 
 
 def test_seeds_that_share_their_steps_train_to_their_ends(tiny_model, tiny_training):

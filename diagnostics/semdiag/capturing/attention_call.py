@@ -168,10 +168,10 @@ KINDS = {
 DENSE = tuple(name for name, kind in KINDS.items() if kind.dense)
 FIXED_MASKS = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "fixed"))
 HEAVY_HITTERS = tuple(name for name, kind in KINDS.items() if kind.keeps == "largest")
-BOUNDED = tuple(name for name, kind in KINDS.items() if kind.has_bounds)
-SCORED = tuple(name for name, kind in KINDS.items() if kind.ranks_scores)
+BOUNDED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "fixed", "largest"))
+SCORED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "largest"))
 # These kinds look for the largest scores by hashes or clusters, without computing all.
-APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.input_dependent and not kind.follows_scores)
+APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.keeps in ("hashed", "clustered"))
 CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
 # An external model was not made by semdiag_models or the paper's code: only its attention is known.
 EXTERNAL_SOURCES = ("hugging face", "factory", "module")

@@ -33,9 +33,13 @@ _RESULTS = (
 
 def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_json: bool, quiet: bool) -> None:
     """Print runs and the epochs that are left by task and attention, and all runs in JSON."""
-    from semdiag_models.sweep import epochs_left
+    from semdiag_models.sweep import result
 
-    left = [epochs_left(folder / run.name, run, records) for run in runs]
+    found = [result(run, folder / run.name, 1.0, None, records, keep=False) for run in runs]
+    left = [
+        0 if row.status in ("done", "failed") else run.training.epochs - row.epochs
+        for run, row in zip(runs, found, strict=True)
+    ]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for run, epochs in zip(runs, left, strict=True):
         task, attention = run.training.task_label, run.model.attention_label
@@ -100,13 +104,9 @@ class SweepProgress(TimedBar):
         self._closed = sum(run.training.epochs for run in runs if run.name not in self.open)
         runs_ended, epochs = "runs {task.fields[ended]}/{task.fields[count]}", "epochs {task.percentage:>3.0f}%"
         super().__init__(
-            (runs_ended, epochs, "left at most", "{task.fields[failed]}"),
-            quiet,
-            total=sum(run.training.epochs for run in runs),
-            ended=self._ended,
-            count=self._count,
-            failed="",
-        )
+            (runs_ended, epochs, "left at most", "{task.fields[failed]}"), quiet,
+            total=sum(run.training.epochs for run in runs), ended=self._ended, count=self._count, failed="",
+        )  # fmt: skip
 
     @property
     def _ended(self) -> int:

@@ -21,6 +21,7 @@ __all__ = [
     "TASKS", "Classification", "Recipe", "Split", "Task", "Text", "configure", "draw_data", "draw_fresh",
     "find_task", "listops", "open_text", "padded_length", "perplexity", "task_of",
 ]  # fmt: skip
+ADAM_RATE = 0.001  # learning rate of Adam; the recipes' rates are for plain SGD
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,12 +148,6 @@ def task_of(training: TrainingConfig) -> Classification:
     return find_task(training.task) if training.listops is None else listops(training.listops)
 
 
-# --- the configuration of a run
-
-
-ADAM_RATE = 0.001  # learning rate of Adam; the recipes' rates are for plain SGD
-
-
 def configure(
     task: Classification, chosen: Mapping[str, Any], trees: ListOpsTrees | None = None
 ) -> tuple[ModelConfig, TrainingConfig]:
@@ -175,9 +170,6 @@ def configure(
 def padded_length(length: int, k: int | None, pad_as_token: bool) -> int:
     """Return a model's number of positions for samples of a length: with ``pad_as_token`` a multiple of k."""
     return -(-length // k) * k if pad_as_token and k is not None and k > 0 else length
-
-
-# --- samples
 
 
 class Split(NamedTuple):

@@ -6,11 +6,23 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from semdiag_models.config import ListOpsTrees
-from semdiag_models.reading import InputError
+from semdiag_models.reading import refuse
 
 Samples = tuple[Tensor, Tensor]  # tokens (n, length) int64 and labels (n,) int64
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+POP, PUSH_0, PUSH_1 = 2, 3, 4
+EMPTY = 2  # label of an empty stack
+MODULUS = 5
+EQUATION, BRACKETS = "01234+-()x=", "01234+-*()x"  # symbols of the two tasks, in the order of their ids
+_LONGEST_LEAF = 4  # d, -d, (d) and (-d) have one to four characters
+DIGIT_PROBABILITY = 0.75
+OPENERS = ("[MIN", "[MAX", "[MED", "[SM")
+SYMBOLS = (*"0123456789", *OPENERS, "]")  # digits have their values as ids
+FIRST_OPENER, CLOSER, PAD = 10, 14, 15
+LEAST_ROUND = 100  # smallest number of trees to draw at a time
+FRUITLESS_ROUNDS = 50  # number of rounds without a new tree after which drawing stops
 
 
 def numpy_generator(generator: Generator) -> np.random.Generator:
@@ -46,10 +58,6 @@ def missing_duplicate(n: int, length: int, generator: Generator) -> Samples:
     return tokens, bits.gather(1, hidden % half).squeeze(1)
 
 
-POP, PUSH_0, PUSH_1 = 2, 3, 4
-EMPTY = 2  # label of an empty stack
-
-
 def stack_manipulation(n: int, length: int, generator: Generator) -> Samples:
     """Draw a stack, bottom first, and actions on it; the label is what then lies on top."""
     tokens = torch.randint(2, (n, length), generator=generator)
@@ -62,14 +70,6 @@ def stack_manipulation(n: int, length: int, generator: Generator) -> Samples:
     top = from_right.gather(1, unmatched.int().argmax(1, keepdim=True)).squeeze(1)
     top = torch.where(top >= PUSH_0, top - PUSH_0, top)
     return tokens, torch.where(unmatched.any(1), top, EMPTY)
-
-
-# --- expressions modulo 5
-
-
-MODULUS = 5
-EQUATION, BRACKETS = "01234+-()x=", "01234+-*()x"  # symbols of the two tasks, in the order of their ids
-_LONGEST_LEAF = 4  # d, -d, (d) and (-d) have one to four characters
 
 
 def modular_arithmetic(n: int, length: int, generator: Generator) -> Samples:
@@ -135,15 +135,6 @@ def _write_leaves(
     return np.where(negative, -digit, digit) % MODULUS
 
 
-# --- ListOps
-
-
-DIGIT_PROBABILITY = 0.75
-OPENERS = ("[MIN", "[MAX", "[MED", "[SM")
-SYMBOLS = (*"0123456789", *OPENERS, "]")  # digits have their values as ids
-FIRST_OPENER, CLOSER, PAD = 10, 14, 15
-
-
 class TreeWriter:
     """Draws trees of given lengths from the source's law, before any is rejected; all together, depth by depth.
 
@@ -194,13 +185,9 @@ class TreeWriter:
         table.sort(axis=1)
         everyone, count = np.arange(len(table)), present.sum(1)
         low, high = table[everyone, (count - 1) // 2], table[everyone, count // 2]
-        results = (
-            table[:, 0],
-            table[everyone, count - 1],
-            (low + high) // 2,
-            np.where(table < 10, table, 0).sum(1) % 10,
-        )
-        values[~leaf] = np.choose(operator, results)  # MIN, MAX, MED, SM
+        total = np.where(table < 10, table, 0).sum(1)
+        results = table[:, 0], table[everyone, count - 1], (low + high) // 2, total % 10  # MIN, MAX, MED, SM
+        values[~leaf] = np.choose(operator, results)
         return values
 
     def _draw_argument_lengths(self, depth: int, length: Integers) -> Integers:
@@ -234,21 +221,14 @@ class TreeWriter:
         return column
 
 
-LEAST_ROUND = 100  # smallest number of trees to draw at a time
-FRUITLESS_ROUNDS = 50  # number of rounds without a new tree after which drawing stops
-
-
 def list_operations(trees: ListOpsTrees, n: int, length: int, generator: Generator) -> Samples:
     """Draw n different trees, padded to the given length; the label is the tree's value."""
     rng = numpy_generator(generator)
     writer = TreeWriter(trees, rng)
     share = writer.length_laws[1] * (np.arange(trees.longest + 1) >= trees.shortest)
-    described = (
-        f"listops with {trees.shortest} to {trees.longest} tokens, depth at most {trees.max_depth} "
-        f"and {trees.min_arity} to {trees.max_arity} arguments"
-    )
-    if not share.any():
-        raise InputError(f"{described} has no string.")
+    sizes = f"{trees.shortest} to {trees.longest} tokens, depth at most {trees.max_depth}"
+    described = f"listops with {sizes} and {trees.min_arity} to {trees.max_arity} arguments"
+    refuse(not share.any(), f"{described} has no string.")
     found: dict[bytes, tuple[Integers, int]] = {}  # trees with their values, in the order drawn
     fruitless = 0
     while len(found) < n:
@@ -257,7 +237,7 @@ def list_operations(trees: ListOpsTrees, n: int, length: int, generator: Generat
         for tokens, value in zip(*writer.write(lengths, length), strict=True):
             found.setdefault(tokens.tobytes(), (tokens, value))
         fruitless = fruitless + 1 if len(found) == before else 0
-        if fruitless == FRUITLESS_ROUNDS:
-            raise InputError(f"{described} gave {len(found)} different strings only, not n={n}.")
+        few = fruitless == FRUITLESS_ROUNDS
+        refuse(few, f"{described} gave {len(found)} different strings only, not n={n}.")
     rows, values = zip(*list(found.values())[:n], strict=True)
     return torch.from_numpy(np.stack(rows)), torch.from_numpy(np.array(values))

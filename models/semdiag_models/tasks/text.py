@@ -7,6 +7,7 @@ import io
 import math
 import re
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,13 @@ import torch
 from torch import Tensor
 
 from semdiag_models.config import Recipe, TextSource
-from semdiag_models.reading import LARGEST_TEXT, InputError, read_bytes, unknown_name
+from semdiag_models.reading import LARGEST_TEXT, InputError, read_bytes, refuse, unknown_name
 from semdiag_models.tasks.sampling import Samples
+
+TOKENIZERS = "unigram", "bpe"  # the likeliest cut under a unigram model; merges of the commonest neighbours
+_LARGEST_VOCABULARY = 99_999  # largest vocabulary of a model, without PAD
+_LONGEST_LINE = 4192  # bytes; SentencePiece's default, below which a limit changes nothing
+_LINES_AT_ONCE = 10_000  # Python's lists of numbers are ten times the size of tensors
 
 
 class Pieces(NamedTuple):
@@ -42,19 +48,15 @@ class Text:
         """The paper's smallest model of Penn Treebank, on all windows of the text."""
         pieces = self._pieces()
         window = self._window if self._window is not None else int(pieces[0].lengths.double().mean())
-        if window < 1:
-            raise InputError(f"The lines of {self.source.file} are too short: fewer than one piece on average.")
+        short = f"The lines of {self.source.file} are too short: fewer than one piece on average."
+        refuse(window < 1, short)
         counts = [_count(part, window, name) for part, name in zip(pieces, self._names, strict=True)]
         return Recipe(window, 50, 8, 1.0, 0.99, 32, 128, 32, 128, *counts)
 
     def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
         """Draw windows without replacement, in random order: training samples, then held-out ones."""
-        names, sizes = self._names, (train, holdout)
-        first, second = (
-            _drawn(pieces, n, length, name, generator)
-            for pieces, n, name in zip(self._pieces(), sizes, names, strict=True)
-        )
-        return first, second
+        (first, second), (one, other) = self._pieces(), self._names
+        return _drawn(first, train, length, one, generator), _drawn(second, holdout, length, other, generator)
 
     def draw_from(self, path: Path, n: int, length: int, generator: torch.Generator) -> Samples:
         """Draw windows of another text, which this text's tokenizer cuts into pieces."""
@@ -81,19 +83,15 @@ class Text:
 
 def _count(pieces: Pieces, window: int, name: str) -> int:
     total = int((pieces.lengths - window).clamp(min=0).sum())
-    if not total:
-        ways = "Longer lines, or training with a smaller --window, would give some."
-        raise InputError(
-            f"No line of {name} has more than {window} pieces: there is no window with a next piece. {ways}"
-        )
+    way = "Longer lines, or training with a smaller --window, would give some."
+    refuse(not total, f"No line of {name} has more than {window} pieces: no window has a next piece. {way}")
     return total
 
 
 def _drawn(pieces: Pieces, n: int, length: int, name: str, generator: torch.Generator) -> Samples:
     """Draw windows without replacement, in random order."""
     total = _count(pieces, length, name)
-    if n > total:
-        raise InputError(f"{name} has {total} windows of {length} pieces; {n} were asked for.")
+    refuse(n > total, f"{name} has {total} windows of {length} pieces; {n} were asked for.")
     return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
 
 
@@ -108,10 +106,7 @@ def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
 
 def perplexity(loss: float) -> float:
     """Return exp(mean cross-entropy), the number of equally likely pieces between which the model hesitates."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return math.inf if loss > 709 else math.exp(loss)  # which overflows
 
 
 def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: int) -> float:
@@ -120,24 +115,18 @@ def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: in
     return perplexity(-float((counts / counts.sum()).log()[holdout_labels.cpu()].mean()))
 
 
-# --- files of text
-
-
 def open_text(file: Path, holdout_file: Path | None, tokenizer: str, vocabulary: int) -> TextSource:
     """Read a text and train a tokenizer on its training lines."""
     lines, sha256 = read_lines(file)
-    held = read_lines(holdout_file) if holdout_file is not None else None
-    model = train_tokenizer(split_lines(file, lines)[0] if held is None else lines, tokenizer, vocabulary)
-    encoded = base64.b64encode(model).decode("ascii")
-    holdout = (None, None) if held is None else (str(holdout_file), held[1])
-    return TextSource(str(file), sha256, tokenizer, vocabulary, encoded, *holdout)
+    holdout = (None, None) if holdout_file is None else (str(holdout_file), read_lines(holdout_file)[1])
+    model = train_tokenizer(split_lines(file, lines)[0] if holdout_file is None else lines, tokenizer, vocabulary)
+    return TextSource(str(file), sha256, tokenizer, vocabulary, base64.b64encode(model).decode("ascii"), *holdout)
 
 
 def read_lines(path: Path) -> tuple[list[str], str]:
     """Read the lines of a UTF-8 file, stripped, without the blank ones, and the file's hash."""
     content = read_bytes(path, LARGEST_TEXT)
-    if b"\0" in content:
-        raise InputError(f"{path} is not a text: it holds zero bytes. Name a UTF-8 text file.")
+    refuse(b"\0" in content, f"{path} is not a text: it holds zero bytes. Name a UTF-8 text file.")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -145,49 +134,35 @@ def read_lines(path: Path) -> tuple[list[str], str]:
         at = f"byte {content[error.start]:#04x} in line {line}"
         way = "Convert it, for instance with: iconv -f latin1 -t utf-8."
         raise InputError(f"{path} is not UTF-8: {at}. {way}") from None
-    stripped = (line.strip() for line in io.StringIO(text, newline=None))
-    lines = [line for line in stripped if line]
-    if not lines:
-        raise InputError(f"{path} is empty: there is no line with text in it.")
+    lines = list(filter(None, map(str.strip, io.StringIO(text, newline=None))))
+    refuse(not lines, f"{path} is empty: there is no line with text in it.")
     return lines, hashlib.sha256(content).hexdigest()
 
 
 def split_lines(path: Path, lines: list[str]) -> tuple[list[str], list[str]]:
     """Split training and held-out lines: the last tenth, and at least one line, is held out."""
-    if len(lines) < 2:
-        ways = "Break the text into lines, or name a second file with --holdout-text."
-        raise InputError(f"{path} has one line; the last tenth is held out, so two are needed at least. {ways}")
+    ways = "Break the text into lines, or name a second file with --holdout-text."
+    refuse(len(lines) < 2, f"{path} has one line; the last tenth is held out, so two are needed at least. {ways}")
     held_out = max(1, len(lines) // 10)
     return lines[:-held_out], lines[-held_out:]
 
 
 def _unchanged(file: str, sha256: str | None) -> list[str]:
     """Return the lines of a run's text; refuse a file that is gone or changed."""
-    if not Path(file).exists():
-        raise InputError(f"The text {file} of this run is not here. Any other text works with --inputs FILE.txt.")
+    way = "Any text works with --inputs FILE.txt."
+    refuse(not Path(file).exists(), f"The text {file} of this run is not here. {way}")
     lines, found = read_lines(Path(file))
-    if found != sha256:
-        hashes = f"SHA-256 {found[:8]}…, was {str(sha256)[:8]}…"
-        way = "It works with --inputs FILE.txt, as a new text."
-        raise InputError(f"The text {file} has changed since the run ({hashes}). {way}")
+    hashes = f"SHA-256 {found[:8]}…, was {str(sha256)[:8]}…"
+    refuse(found != sha256, f"The text {file} has changed since the run ({hashes}). {way}")
     return lines
-
-
-# --- tokenizers
-
-
-TOKENIZERS = "unigram", "bpe"  # the likeliest cut under a unigram model; merges of the commonest neighbours
-_LARGEST_VOCABULARY = 99_999  # largest vocabulary of a model, without PAD
-_LONGEST_LINE = 4192  # bytes; SentencePiece's default, below which a limit changes nothing
-_LINES_AT_ONCE = 10_000  # Python's lists of numbers are ten times the size of tensors
 
 
 def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
     """Train a SentencePiece model with the library's settings, except for kind, size and one thread."""
     if kind not in TOKENIZERS:
         raise unknown_name("tokenizer", kind, TOKENIZERS)
-    if not 3 <= vocabulary <= _LARGEST_VOCABULARY:
-        raise InputError(f"--vocabulary must lie in 3 … {_LARGEST_VOCABULARY}. Got {vocabulary}.")
+    fits = 3 <= vocabulary <= _LARGEST_VOCABULARY
+    refuse(not fits, f"--vocabulary must lie in 3 … {_LARGEST_VOCABULARY}. Got {vocabulary}.")
     model, longest = io.BytesIO(), max(len(line.encode()) for line in lines)
     try:
         _sentencepiece().SentencePieceTrainer.train(
@@ -213,8 +188,7 @@ def encode(model: bytes, vocabulary: int, lines: list[str]) -> Pieces:
         found = processor.vocab_size()
     except RuntimeError:
         raise InputError("The stored tokenizer is damaged: SentencePiece cannot read it.") from None
-    if found != vocabulary:
-        raise InputError(f"The stored tokenizer is damaged: it has {found} pieces, not {vocabulary}.")
+    refuse(found != vocabulary, f"The stored tokenizer is damaged: it has {found} pieces, not {vocabulary}.")
     ids, lengths = list[Tensor](), list[int]()
     for first in range(0, len(lines), _LINES_AT_ONCE):
         encoded = processor.encode(lines[first : first + _LINES_AT_ONCE], out_type=int, num_threads=1)
@@ -225,8 +199,6 @@ def encode(model: bytes, vocabulary: int, lines: list[str]) -> Pieces:
 
 def _sentencepiece() -> Any:
     try:
-        import sentencepiece
+        return import_module("sentencepiece")
     except ImportError:
-        why = "Text needs the package sentencepiece, which is not installed: pip install sentencepiece"
-        raise InputError(why) from None
-    return sentencepiece
+        raise InputError("Text needs sentencepiece, which is not installed: pip install sentencepiece") from None

@@ -311,10 +311,10 @@ def test_several_seeds_land_in_a_folder_each(semdiag, refused, tmp_path):
 
 
 def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
-    options = ["--optimizer", "adamw", "--weight-decay", 0.1, "--precision", "bf16"]
+    options = ["--optimizer", "adamw", "--weight-decay", 0.1]
     assert semdiag("train", "even-pairs", *TINY, *options, "--out", "run")[0] == 0
     training = read_checkpoint(tmp_path / "run" / "last.pt").training
-    assert (training.optimizer, training.weight_decay, training.precision) == ("adamw", 0.1, "bf16")
+    assert (training.optimizer, training.weight_decay) == ("adamw", 0.1)
     assert training.learning_rate == 0.001
 
 
@@ -322,8 +322,6 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
     ("arguments", "message"),
     [
         (["even-pairs", "--optimizer", "adamv"], "Unknown optimizer 'adamv'. Did you mean 'adam"),
-        (["even-pairs", "--precision", "fp16"], "Unknown precision 'fp16'."),
-        (["even-pairs", "--precision", "tf32"], "tf32 is a precision of CUDA devices, not of cpu."),
         (["even-pairs", "--weight-decay", -1], "weight_decay must lie in [0, inf). Got weight_decay=-1.0."),
         (["even-pairs", "--until", 1.5], "until must lie in (0, 1]. Got until=1.5."),
         (["even-pairs", "--seeds", "1;2"], "--seeds takes whole numbers separated by commas, like 1,5,20. Got"),

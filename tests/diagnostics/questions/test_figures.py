@@ -27,13 +27,7 @@ THEORY = (
     "corollary_conditions",
 )
 MASK_PROBES = ("masks_unchanged",)
-PROBES = (
-    "lipschitz_percentiles",
-    "block_stretch",
-    "landscape_contour",
-    "landscape_cuts",
-)
-WITHIN = ("weight_kept",)
+PROBES = "lipschitz_percentiles", "landscape_contour"
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
@@ -77,7 +71,6 @@ def some(many):
 def several(some, make_four, theory, probed, reruns, probes, unequal):
     """Call with the name of a figure: findings on many models of which it can be drawn."""
     kinds = {
-        WITHIN: make_four,
         THEORY: lambda: theory(some),
         MASK_PROBES: lambda: probed(some),
         RERUNS: lambda: reruns(probed(some)),

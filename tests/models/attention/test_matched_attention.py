@@ -191,7 +191,7 @@ def test_seeds_together_draw_their_own_selections(tmp_path, tiny_model, tiny_tra
     for name in ("lsh", "routing"):
         model = tiny_model(**KINDS[name])
         runs = open_seed_runs(tmp_path / name, model, tiny_training(), (1, 2), CPU, resume=False, overwrite=False)
-        assert [run.trainer.config.selection_seed for run in runs] == [1, 2]
+        assert [run.config.selection_seed for run in runs] == [1, 2]
 
 
 def test_training_with_masked_matrices_and_with_gathered_keys_is_the_same(kind, monkeypatch):

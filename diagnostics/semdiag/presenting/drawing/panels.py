@@ -18,8 +18,6 @@ from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
 from semdiag.measuring.words import significant
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
-    HATCH,
-    MISSING,
     AttentionStyle,
     attention_style,
     lightened,
@@ -124,15 +122,12 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
     ]
     return tuple(
         Series(
-            model=str(row["model"]),
-            attention=row["attention"],
-            k=k,
-            length=int(row["length"]),
+            model=str(row["model"]), attention=row["attention"], k=k, length=int(row["length"]),
             label=label if labels.count(label) == 1 else f"{label} {path_tail(str(row['model']), paths)}",
             style=style,
         )
         for row, k, label, style in zip(rows, ks, labels, styles, strict=True)
-    )
+    )  # fmt: skip
 
 
 def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
@@ -247,34 +242,21 @@ def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, fl
     raise NothingToDrawError(nothing)
 
 
-_DARK = 0.55
-
-
-CELLS = "Blues"  # one hue: grey and hatches mean that nothing was measured
-
-
-def hatch_missing(ax: Axes) -> None:
-    """Hatch the cells that are not finite."""
-    ax.patch.set(facecolor=MISSING, edgecolor=HATCH, hatch="////")
-    ax.grid(visible=False)
+_DARK = 0.55  # share of the scale, above which a cell's text is white
 
 
 def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[float], str] | None = None) -> None:
-    """Draw cells, hatched where they are not finite, with a colour bar."""
-    image = ax.imshow(cells, cmap=CELLS, norm=scale, aspect="auto", interpolation="none")
-    hatch_missing(ax)
+    """Draw cells in one hue, hatched where they are not finite, with a colour bar."""
+    image = ax.imshow(cells, cmap="Blues", norm=scale, aspect="auto", interpolation="none")
+    ax.patch.set(facecolor="#f2f2f2", edgecolor="#bbbbbb", hatch="////")  # seen where nothing was measured
+    ax.grid(visible=False)
     for (row, column), value in np.ndenumerate(cells) if text else ():
         if text and np.isfinite(value):
-            color = ink(scale(max(value, scale.vmin or 0)))
+            color = "white" if scale(max(value, scale.vmin or 0)) > _DARK else "black"
             ax.text(column, row, text(value), ha="center", va="center", fontsize=9, color=color)
     bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
     bar.ax.tick_params(labelsize=9)
     plain_numbers(bar.ax.yaxis)
-
-
-def ink(share: float) -> str:
-    """Return the colour of a cell's text, by its share of the scale, which is light below and dark above."""
-    return "white" if share > _DARK else "black"
 
 
 def name_cells(axis: Axis, names: Sequence[object], most: int = 12) -> None:

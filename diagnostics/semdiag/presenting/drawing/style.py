@@ -38,7 +38,6 @@ _RED, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = (_COLORBLIND[i] for i in (3, 5, 6, 7
 # Text in these has a contrast of 4.5 : 1 on white.
 _FULL, _TOPK, _SHARED, _WINDOW, _BLOCKS, _RANDOM = "#3d3d3d", "#c2570c", "#0b66b3", "#00795a", "#7b4f9e", "#767676"
 INK, FAINT, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
-MISSING, HATCH = "#f2f2f2", "#bbbbbb"  # of what was not measured
 _SMALL = 9.0  # points: 12 pixels of a page
 _LETTERS_PER_INCH = 17.5  # of 7-point text
 _FEW_LETTERS = 8  # of the numbers beside an axis: names take room of their own
@@ -166,10 +165,6 @@ class Drawing:
     def __call__(self, findings: Findings) -> Figure:
         """Return the figure, drawn in the common style."""
         return self._draw(findings)
-
-    def described(self, alt: str, reading: str) -> "Drawing":
-        """Return the same figure, described for other readers."""
-        return Drawing(self._draw, alt, reading)
 
 
 def drawing(alt: str, reading: str) -> Callable[[Callable[[Findings], Figure]], Drawing]:
@@ -358,7 +353,7 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
 _DARK = {
     "#ffffff": "#17191b", INK: "#e7e8ea", FAINT: "#a4abb2", "#000000": "#e7e8ea", _GRID: "#33373b",
     _FULL: "#d0d3d6", _TOPK: "#f08a3c", _SHARED: "#6cb4f0", _WINDOW: "#4cc79a", _BLOCKS: "#bd95de",
-    _RANDOM: "#9aa0a6", MISSING: "#1f2225", HATCH: "#4a4f54",
+    _RANDOM: "#9aa0a6", "#f2f2f2": "#1f2225", "#bbbbbb": "#4a4f54",
 }  # fmt: skip
 _RULES = (
     "".join(
@@ -368,7 +363,7 @@ _RULES = (
         for of in (("fill",) if tag.startswith("t") else ("fill", "stroke"))
         if light != ("#ffffff" if tag.startswith("t") else "#000000")  # white text lies on dark cells
     )
-    + f'rect[fill="{MISSING}"]{{fill:{_DARK[MISSING]}}}'
+    + f'rect[fill="#f2f2f2"]{{fill:{_DARK["#f2f2f2"]}}}'
 )
 
 
@@ -395,6 +390,7 @@ class Range(NamedTuple):
     """The 5th to 95th percentile, over a model's heads, of each head's median over queries."""
 
     model: str
+    tokens: int  # of its longest text
     low: float
     high: float
 
@@ -405,7 +401,7 @@ def reference_ranges(quantity: str) -> tuple[Range, ...]:
     with files("semdiag.presenting.drawing").joinpath("reference_ranges.csv").open(encoding="utf-8") as file:
         table = pd.read_csv(file)
     rows = table[(table["quantity"] == quantity) & table["model"].isin(_MODELS)].to_dict("records")
-    return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in rows)
+    return tuple(Range(str(row["model"]), int(row["tokens"]), float(row["p5"]), float(row["p95"])) for row in rows)
 
 
 def other_ranges(quantity: str, models: Iterable[str]) -> list[Range]:
@@ -418,10 +414,13 @@ def draw_band(ax: Axes, quantity: str, models: Iterable[str]) -> None:
     """Shade the range of other models behind a panel."""
     if ranges := other_ranges(quantity, models):
         low, high = min(each.low for each in ranges), max(each.high for each in ranges)
-        label = f"heads of {' and '.join(each.model for each in ranges)}"
+        label = f"heads of {' and '.join(f'{each.model} ({each.tokens:,} tokens)' for each in ranges)}"
         ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
 
 
 def reference_words(quantity: str, models: Iterable[str]) -> str:
-    """Return the ranges of other models in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
-    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in other_ranges(quantity, models))
+    """Return the ranges of other models in words, like ``11–26 (SmolLM2, 2,048 tokens)``."""
+    return ", ".join(
+        f"{each.low:g}–{each.high:g} ({each.model}, {each.tokens:,} tokens)"
+        for each in other_ranges(quantity, models)
+    )

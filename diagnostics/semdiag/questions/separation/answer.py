@@ -22,7 +22,15 @@ from semdiag.measuring.findings.estimates import (
 )
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
 from semdiag.measuring.words import counted, span_words
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, drawn_word, percentile_csv, top_words
+from semdiag.presenting.answer import (
+    Answer,
+    Glance,
+    Outcome,
+    drawn_word,
+    heading,
+    percentile_csv,
+    top_words,
+)
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -218,23 +226,12 @@ def _shares(words: str, series: Sequence[Series], pooled: Mapping[str, Percentil
     return [f"{words}: {', '.join(said)}"] if said else []
 
 
-HEADINGS = (
-    Heading(
-        "separation",
-        "Is the mask well separated?",
-        (separation_by_layer,),
-        (
-            "Full attention drops no key, so Δ is undefined there. Masks that ignore the scores, and bottom-k, "
-            "drop larger ones than they keep: Δ ≤ 0. A tie has Δ = 0.",
-        ),
-    ),
-    Heading(
-        "load",
-        "Which keys carry the load?",
-        (key_load,),
-        (
-            "Loads are raw counts within one sequence, layers and heads pooled. They count how often a key is "
-            "kept, not the weight it gets.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "separation", "Is the mask well separated?", (separation_by_layer,),
+    "Full attention drops no key, so Δ is undefined there. Masks that ignore the scores, and bottom-k, drop "
+    "larger ones than they keep: Δ ≤ 0. A tie has Δ = 0.",
+) + heading(
+    "load", "Which keys carry the load?", (key_load,),
+    "Loads are raw counts within one sequence, layers and heads pooled. They count how often a key is kept, not "
+    "the weight it gets.",
+)  # fmt: skip
