@@ -11,7 +11,7 @@ import pandas as pd
 from semdiag.capturing.attention_call import external
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, number_words
+from semdiag.measuring.words import counted
 from semdiag_models import TASKS
 
 Parameters = ParamSpec("Parameters")
@@ -249,13 +249,6 @@ class Finding:
     numbers: Mapping[str, float] = field(default_factory=dict)  # deciding numbers, by name
     note: str = ""  # further remark for readers; may be empty
     percentile: int | None = None  # percentile at which the claim was judged; None if there is none
-
-    def __str__(self) -> str:
-        words_of = {name: number_words(value, "{:.4g}".format) for name, value in self.numbers.items()}
-        numbers = ", ".join(f"{name} = {words}" for name, words in words_of.items())
-        head = f"{self.verdict}: {self.claim}" + (f" [{self.form}]" if self.form else "")
-        where = "" if self.where == "all" else f", {self.where}"
-        return f"{head}{where}" + (f" ({numbers})" if numbers else "") + (f"; {self.note}" if self.note else "")
 
 
 def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:

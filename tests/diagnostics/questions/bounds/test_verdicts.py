@@ -8,7 +8,6 @@ import pytest
 
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measuring.findings.findings import (
-    Finding,
     Findings,
     Verdict,
     agreed,
@@ -62,11 +61,6 @@ def test_words_of_rows():
     assert of_rows(0, 0, 0, 0) is Verdict.NOTHING
     assert agreed([]) is Verdict.NOTHING
     assert agreed([Verdict.HOLDS] * 2) is Verdict.HOLDS
-
-
-def test_a_finding_in_words():
-    finding = Finding("m", "δ is small", "paper", "p95", Verdict.HOLDS, {"δ": 0.5, "Δ": math.nan}, "as expected")
-    assert str(finding) == "holds: δ is small [paper], p95 (δ = 0.5, Δ = undefined); as expected"
 
 
 def stability_of(made_up, kind, rows, **facts):
