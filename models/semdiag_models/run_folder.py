@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,13 +15,11 @@ import torch
 from semdiag_models.attention import DRAWN
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
-from semdiag_models.reading import InputError, RunLock, write_csv
+from semdiag_models.reading import InputError, RunLock, read_bytes, write_csv
 from semdiag_models.training import (
-    HISTORY_COLUMNS,
     DivergedError,
     Progress,
     Trainer,
-    processor,
     restore_random_state,
     stackable,
     train_together,
@@ -86,9 +85,6 @@ def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoi
         if before != now:
             why = f"was trained with {name}={before}, not {now}. Use the run's own options to resume."
             raise InputError(f"{last} {why}")
-    if set(saved.history) != set(HISTORY_COLUMNS) or "cpu" not in saved.rng:
-        why = "history or random state is missing. A run's own last.pt has both."
-        raise InputError(f"{last} cannot be resumed: {why}")
     if saved.epoch > training.epochs:
         raise InputError(f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}.")
     return saved
@@ -173,6 +169,15 @@ def train_seed_runs(
             trainer.release()
     if diverged:
         raise DivergedError(" ".join(dict.fromkeys(diverged.values())), tuple(diverged))
+
+
+def processor() -> str:
+    """Return the processor's name as the system reports it; like the thread count, it affects a run's rounding."""
+    try:
+        lines = read_bytes(Path("/proc/cpuinfo")).decode("utf-8", "replace").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (InputError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def _start_run(folder: Path, trainer: Trainer, provenance: dict[str, Any]) -> Callable[[Progress], None]:

@@ -1,6 +1,7 @@
 """Sweeps: a TOML grid becomes runs; each is trained in a process of its own, and has a record and a row."""
 
 import hashlib
+import io
 import json
 import math
 import re
@@ -19,10 +20,8 @@ import torch
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, weights_sha256
 from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type
 from semdiag_models.reading import (
-    LARGEST_JSON,
     InputError,
     counted,
-    open_file,
     read_bytes,
     read_json,
     read_toml,
@@ -292,7 +291,7 @@ def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
 def epochs_so_far(folder: Path) -> int:
     """Return the finished epochs of a run that may be training, from ``history.csv``."""
     try:
-        return read_bytes(folder / "history.csv", LARGEST_JSON).count(b"\n") - 1
+        return read_bytes(folder / "history.csv").count(b"\n") - 1
     except InputError:
         return 0
 
@@ -332,10 +331,7 @@ def read_tables(runs: Path, histories: Path, *stamps: int) -> dict[str, dict[str
     import pandas as pd
 
     try:
-        tables = []
-        for path in (runs, histories):
-            with open_file(path, LARGEST_JSON) as file:
-                tables.append(pd.read_parquet(file))
+        tables = [pd.read_parquet(io.BytesIO(read_bytes(path))) for path in (runs, histories)]
         found = {
             name: {str(column): rows[column].tolist() for column in rows if column != "run"}
             for name, rows in tables[1].groupby("run", sort=False)

@@ -140,5 +140,5 @@ def test_a_sweep_takes_one_list_or_several(tmp_path):
         assert [run.training.frozen for run in runs] == expected
         assert len({run.name for run in runs}) == len(expected)
     file.write_text('[grid]\ntask = "parity"\nfrozen = ["kq"]\n', encoding="utf-8")
-    with pytest.raises(InputError, match=r"grid\.frozen: .*Known: qk"):
+    with pytest.raises(InputError, match=r"Unknown frozen .*Known: qk"):
         read_sweep(file)
