@@ -58,7 +58,7 @@ class _TextFile(Record):
     vocabulary: int = 4096
 
 
-_HIDDEN = ("vocabulary_size", "classes", "listops", "cls_as_key")  # fields that users cannot set
+_HIDDEN = ("vocabulary_size", "classes", "listops", "cls_as_key", "precision")  # fields that users cannot set
 _RECORDS: tuple[Any, ...] = (ListOpsTrees, TrainingConfig, ModelConfig, _TextFile)  # the last that has a field
 _FIELDS = {f.name: f for record in _RECORDS for f in fields(record) if f.name not in _HIDDEN}
 
