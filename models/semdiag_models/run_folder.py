@@ -16,14 +16,7 @@ from semdiag_models.attention import DRAWN
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.reading import InputError, RunLock, read_bytes, write_csv
-from semdiag_models.training import (
-    DivergedError,
-    Progress,
-    Trainer,
-    restore_random_state,
-    stackable,
-    train_together,
-)
+from semdiag_models.training import DivergedError, Progress, Trainer, set_random_state, stackable, train_together
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
@@ -32,14 +25,9 @@ def run_name(model: ModelConfig, training: TrainingConfig) -> str:
 
 
 def open_run(
-    folder: Path,
-    model: ModelConfig,
-    training: TrainingConfig,
-    device: torch.device,
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> Trainer:
+    folder: Path, model: ModelConfig, training: TrainingConfig, device: torch.device, *,
+    resume: bool, overwrite: bool,
+) -> Trainer:  # fmt: skip
     """Prepare the folder and the trainer; check everything before writing anything."""
     last = folder / "last.pt"
     with ExitStack() as undo:
@@ -100,15 +88,9 @@ def _values(model: ModelConfig, training: TrainingConfig) -> list[tuple[str, obj
 
 
 def open_seed_runs(
-    parent: Path,
-    model: ModelConfig,
-    training: TrainingConfig,
-    seeds: tuple[int, ...],
-    device: torch.device,
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> dict[Trainer, Path]:
+    parent: Path, model: ModelConfig, training: TrainingConfig, seeds: tuple[int, ...], device: torch.device, *,
+    resume: bool, overwrite: bool,
+) -> dict[Trainer, Path]:  # fmt: skip
     """Return a trainer and its folder for every seed, or nothing."""
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
@@ -129,22 +111,18 @@ def open_seed_runs(
 
 
 def train_run(
-    folder: Path,
-    trainer: Trainer,
-    provenance: dict[str, Any],
-    after_epoch: Callable[[Progress], None] = lambda progress: None,
-    after_batch: Callable[[], None] = lambda: None,
-) -> None:
+    folder: Path, trainer: Trainer, provenance: dict[str, Any],
+    after_epoch: Callable[[Progress], None] = lambda progress: None, after_batch: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``."""
     train_seed_runs({trainer: folder}, provenance, lambda _, p: after_epoch(p), lambda _: after_batch())
 
 
 def train_seed_runs(
-    folders: dict[Trainer, Path],
-    provenance: dict[str, Any],
+    folders: dict[Trainer, Path], provenance: dict[str, Any],
     after_epoch: Callable[[Trainer, Progress], None] = lambda trainer, progress: None,
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
-) -> None:
+) -> None:  # fmt: skip
     """Train all runs to their ends: on CUDA together if they can share their steps, else one after another."""
     trainers = list(folders)
     together = stackable(trainers)
@@ -159,7 +137,7 @@ def train_seed_runs(
     try:
         for group in [trainers] if together else [[trainer] for trainer in trainers]:
             finish |= {trainer: _start_run(folders[trainer], trainer, facts) for trainer in group}
-            restore_random_state(group[0].rng)
+            set_random_state(group[0].rng)
             try:
                 train_together(group, close_epoch, after_batch)
             except DivergedError as error:
@@ -182,7 +160,7 @@ def processor() -> str:
 
 def _start_run(folder: Path, trainer: Trainer, provenance: dict[str, Any]) -> Callable[[Progress], None]:
     """Clean up the folder, save the initialisation, and return a function that saves an epoch."""
-    restore_random_state(trainer.rng)
+    set_random_state(trainer.rng)
     provenance = {
         "semdiag": version("semdiag"), "torch": str(torch.__version__), "device": trainer.device.type,
         "threads": torch.get_num_threads(), "processor": processor(), **provenance,

@@ -36,7 +36,7 @@ def random_state(device: torch.device) -> RandomState:
     return states
 
 
-def restore_random_state(states: RandomState) -> None:
+def set_random_state(states: RandomState) -> None:
     """Restore the global generators of the available devices."""
     torch.set_rng_state(states["cpu"])
     for name, module in _GENERATORS.items():
@@ -243,7 +243,7 @@ class Trainer:
                     raise InputError(f"the optimiser's {quantity!r} of {name!r} does not fit the model.")
                 own[quantity] = value.to(self.device if value.ndim else scalars, copy=True)
         try:
-            restore_random_state(saved.rng)
+            set_random_state(saved.rng)
             self.rng = random_state(self.device)
         except (RuntimeError, TypeError) as error:
             raise InputError(f"its random state is damaged ({error}).") from None
