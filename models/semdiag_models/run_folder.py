@@ -112,7 +112,8 @@ def open_seed_runs(
 
 def train_run(
     folder: Path, trainer: Trainer, provenance: dict[str, Any],
-    after_epoch: Callable[[Progress], None] = lambda progress: None, after_batch: Callable[[], None] = lambda: None,
+    after_epoch: Callable[[Progress], None] = lambda progress: None,
+    after_batch: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``."""
     train_seed_runs({trainer: folder}, provenance, lambda _, p: after_epoch(p), lambda _: after_batch())
