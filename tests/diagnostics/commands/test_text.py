@@ -165,9 +165,7 @@ def test_another_text_can_be_measured_on_without_the_first(run_semdiag, refusal,
     assert json.loads(done.out)["results"][0]["all"]["queries"] == 30 * training.length * 2
     (here / "corpus.txt").write_text("a text\nof another kind\n")
     assert "corpus.txt has changed since the run (SHA-256 " in refusal("dispersion", trained[0], "--quiet")
-    assert "has more than 16 pieces: no window" in refusal(
-        "dispersion", trained[0], "--inputs", "corpus.txt"
-    )
+    assert "has more than 16 pieces: no window" in refusal("dispersion", trained[0], "--inputs", "corpus.txt")
 
 
 @pytest.mark.slow
