@@ -15,7 +15,7 @@ import torch
 from semdiag_models.attention import DRAWN
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
-from semdiag_models.reading import InputError, RunLock, read_bytes, write_csv
+from semdiag_models.reading import InputError, RunLock, read_bytes, refuse, write_csv
 from semdiag_models.training import DivergedError, Progress, Trainer, set_random_state, stackable, train_together
 
 
@@ -64,17 +64,15 @@ def _lock(folder: Path, undo: ExitStack) -> RunLock:
 
 
 def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoint:
-    if not last.exists():
-        raise InputError(f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
+    refuse(not last.exists(), f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
     saved = read_checkpoint(last)
     free = {name: getattr(training, name) for name in ("epochs", "until", "snapshots", "compiled", "exact")}
     pairs = zip(_values(saved.model, replace(saved.training, **free)), _values(model, training), strict=False)
     for (name, before), (_, now) in pairs:
-        if before != now:
-            why = f"was trained with {name}={before}, not {now}. Use the run's own options to resume."
-            raise InputError(f"{last} {why}")
-    if saved.epoch > training.epochs:
-        raise InputError(f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}.")
+        why = f"{last} was trained with {name}={before}, not {now}. Use the run's own options to resume."
+        refuse(before != now, why)
+    past = f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}."
+    refuse(saved.epoch > training.epochs, past)
     return saved
 
 

@@ -172,13 +172,12 @@ def name_run(model: ModelConfig, training: TrainingConfig) -> str:
     chosen = {"attention": model.attention, "k": model.k, "optimizer": training.optimizer}
     usual = configure(task_of(training), chosen, training.listops)
     readable, words = run_name(model, training), list[str]()
-    for record, ordinary in zip((model, training), usual, strict=True):
-        for name, value in vars(record).items():
-            plain = TrainingConfig.optimizer if name == "optimizer" else getattr(ordinary, name)
-            if name not in _IN_THE_NAME and value != plain:
-                said = "-".join(value) if isinstance(value, tuple) else value
-                word = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
-                words.append(re.sub(r"[^\w.-]+", "-", word).replace("_", "-"))
+    plain = vars(usual[0]) | vars(usual[1]) | {"optimizer": TrainingConfig.optimizer}
+    for name, value in [*vars(model).items(), *vars(training).items()]:
+        if name not in _IN_THE_NAME and value != plain[name]:
+            said = "-".join(value) if isinstance(value, tuple) else value
+            word = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
+            words.append(re.sub(r"[^\w.-]+", "-", word).replace("_", "-"))
     if training.length != usual[1].length and training.listops is None:
         words.append(f"length-{training.length}")
     for word in words:

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from semdiag_models.attention import DRAWN
 from semdiag_models.config import ListOpsTrees, ModelConfig, Recipe, TrainingConfig
-from semdiag_models.reading import InputError, unknown_name
+from semdiag_models.reading import InputError, refuse, unknown_name
 from semdiag_models.tasks import sampling
 from semdiag_models.tasks.sampling import Samples
 from semdiag_models.tasks.text import Text, open_text, perplexity
@@ -60,8 +60,8 @@ class Task:
 
     def sample(self, n: int, length: int, generator: Generator) -> Samples:
         """Draw n labelled strings."""
-        if length < self.shortest:
-            raise InputError(f"{self.name} needs a length of at least {self.shortest}. Got length={length}.")
+        needed = f"{self.name} needs a length of at least {self.shortest}. Got length={length}."
+        refuse(length < self.shortest, needed)
         return self.strings(n, length, generator)
 
     def parse(self, text: str) -> list[int]:
@@ -136,8 +136,7 @@ def find_task(name: str) -> Task:
     for task in TASKS.values():
         if name == task.name or name in task.aliases:
             return task
-    if name == Text.name:
-        raise InputError("The task text needs a file: semdiag train text --text FILE.")
+    refuse(name == Text.name, "The task text needs a file: semdiag train text --text FILE.")
     raise unknown_name("task", name, [*TASKS, Text.name])
 
 
@@ -158,10 +157,15 @@ def configure(
     if values.get("attention") in DRAWN:  # every seed keeps different keys
         values.setdefault("selection_seed", values.get("seed", TrainingConfig.seed))
     positions = padded_length(values["length"], values.get("k"), values.get("pad_as_token", False))
-    facts = {"vocabulary_size": task.vocabulary_size, "classes": task.classes, "task": task.name, "listops": trees}
-    facts["text"] = task.source if isinstance(task, Text) else None
+    values |= {
+        "vocabulary_size": task.vocabulary_size,
+        "classes": task.classes,
+        "task": task.name,
+        "listops": trees,
+    }
+    values["text"] = task.source if isinstance(task, Text) else None
     model, training = (
-        {f.name: v for f in fields(record) if (v := (values | facts).get(f.name)) is not None}
+        {f.name: v for f in fields(record) if (v := values.get(f.name)) is not None}
         for record in (ModelConfig, TrainingConfig)
     )
     return ModelConfig(**{**model, "length": positions}), TrainingConfig(**training)
@@ -182,8 +186,7 @@ class Split(NamedTuple):
 def draw_data(config: TrainingConfig, positions: int, pad_id: int) -> tuple[Split, Split]:
     """Regenerate a run's training and held-out samples from its seed, padded to a number of positions."""
     generator = torch.Generator().manual_seed(config.seed)
-    train, holdout = _draw(config, config.holdout_samples, generator, positions, pad_id)
-    return train, holdout
+    return _draw(config, config.holdout_samples, generator, positions, pad_id)
 
 
 def draw_fresh(config: TrainingConfig, epoch: int, positions: int, pad_id: int) -> Split:
