@@ -260,36 +260,28 @@ ATTENTIONS = {
     "full": AttentionKind("every query attends to every key", "all", None, ()),
     "banded": AttentionKind(
         "k neighbouring keys around the query, shifted inward at the ends (input-agnostic)",
-        "fixed", partial(local, band), ("k", "global_tokens", "cls_as_key"),
-    ),
+        "fixed", partial(local, band), ("k", "global_tokens", "cls_as_key")),
     "block": AttentionKind(
         "the k keys of the query's own block (input-agnostic)",
-        "fixed", partial(local, block), ("k", "global_tokens", "cls_as_key"),
-    ),
+        "fixed", partial(local, block), ("k", "global_tokens", "cls_as_key")),
     "topk": AttentionKind(
         "the k keys with the largest scores (input-dependent: the heavy hitters)",
-        "largest", top_k, ("k", "score_gradient", "cls_as_key"),
-    ),
+        "largest", top_k, ("k", "score_gradient", "cls_as_key")),
     "bottomk": AttentionKind(
         "the k keys with the smallest scores (input-dependent: a control)",
-        "smallest", partial(top_k, sign=-1), ("k", "cls_as_key"),
-    ),
+        "smallest", partial(top_k, sign=-1), ("k", "cls_as_key")),
     "random": AttentionKind(
         "k keys drawn once for each block, head and query (input-agnostic: a control)",
-        "fixed", random, ("k", "selection_seed"),
-    ),
+        "fixed", random, ("k", "selection_seed")),
     "redrawn": AttentionKind(
         "k keys drawn anew for each block, head and query at every forward pass, in evaluation, too",
-        "redrawn", partial(random, anew=True),
-    ),
+        "redrawn", partial(random, anew=True)),
     "lsh": AttentionKind(
         "the k keys of the query's bucket of sign hashes, in each round (input-dependent)",
-        "hashed", lsh, ("k", "selection_seed", "hash_rounds", "hash_bits", "hashes"),
-    ),
+        "hashed", lsh, ("k", "selection_seed", "hash_rounds", "hash_bits", "hashes")),
     "routing": AttentionKind(
         "the k keys nearest to each centroid that has the query among its k nearest (input-dependent)",
-        "clustered", routing, ("k", "selection_seed", "clusters", "centroid_decay"),
-    ),
+        "clustered", routing, ("k", "selection_seed", "clusters", "centroid_decay")),
 }  # fmt: skip
 LOCAL = tuple(name for name, kind in ATTENTIONS.items() if "global_tokens" in kind.options)
 DRAWN = tuple(name for name, kind in ATTENTIONS.items() if "selection_seed" in kind.options)

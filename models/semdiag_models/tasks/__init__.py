@@ -89,44 +89,30 @@ def listops(trees: ListOpsTrees) -> Task:
 
 
 TASKS = {task.name: task for task in (
-    Task(
-        "parity", ("parity_check",), "is the number of ones odd?", ("0", "1"), 2, 0.5,
+    Task("parity", ("parity_check",), "is the number of ones odd?", ("0", "1"), 2, 0.5,
         (0.5, "none: every proper part of the string is independent of the label"),
-        Recipe(40, 1000), sampling.parity,
-    ),
-    Task(
-        "even-pairs", ("even_pairs", "ueqpairs"), "is the number of neighbouring unequal bits odd?",
+        Recipe(40, 1000), sampling.parity),
+    Task("even-pairs", ("even_pairs", "ueqpairs"), "is the number of neighbouring unequal bits odd?",
         ("0", "1"), 2, 0.5, (0.5, "none with a single token; first and last together decide it"),
-        Recipe(40, 100), sampling.even_pairs,
-    ),
-    Task(
-        "missing-duplicate", ("missing_duplicate_string", "missdup"),
+        Recipe(40, 100), sampling.even_pairs),
+    Task("missing-duplicate", ("missing_duplicate_string", "missdup"),
         "which bit was removed from a string written twice?", ("0", "1", "2"), 2, 0.5,
         (0.5125, "the first token alone: once in 40 strings it is the twin of the placeholder"),
-        Recipe(40, 250), sampling.missing_duplicate, 2,
-    ),
-    Task(
-        "stack-manipulation", ("stack_manipulation", "stackman"),
+        Recipe(40, 250), sampling.missing_duplicate, 2),
+    Task("stack-manipulation", ("stack_manipulation", "stackman"),
         "what lies on top of a stack after some pushes and pops?", tuple("01234"), 3, 0.499865,
         (0.8333, "the last token alone: a push, two times in three, gives the label"),
-        Recipe(40, 200), sampling.stack_manipulation,
-    ),
-    Task(
-        "cycle-navigation", ("cycle_navigation", "cycnav"), "where on a cycle of five does a walk end?",
+        Recipe(40, 200), sampling.stack_manipulation),
+    Task("cycle-navigation", ("cycle_navigation", "cycnav"), "where on a cycle of five does a walk end?",
         ("0", "1", "2"), 5, 0.2, (0.2, "none: one token leaves the sum of the others uniform"),
-        Recipe(40, 750), sampling.cycle_navigation,
-    ),
-    Task(
-        "modular-arithmetic", ("modular_arithmetic_brackets", "mab"),
+        Recipe(40, 750), sampling.cycle_navigation),
+    Task("modular-arithmetic", ("modular_arithmetic_brackets", "mab"),
         "the value of a bracketed expression modulo 5", tuple(sampling.BRACKETS), 5, 0.29159,
         (0.29159, "always 0, since a product with a factor 0 is 0; the outermost operator adds nothing"),
-        Recipe(40, 600), sampling.modular_arithmetic,
-    ),
-    Task(
-        "solve-equation", ("solve_equation", "soleq"), "the value of x in a bracketed equation modulo 5",
+        Recipe(40, 600), sampling.modular_arithmetic),
+    Task("solve-equation", ("solve_equation", "soleq"), "the value of x in a bracketed equation modulo 5",
         tuple(sampling.EQUATION), 5, 0.2, (0.2, "none: no single token tells anything of x"),
-        Recipe(40, 600), sampling.solve_equation, 3,
-    ),
+        Recipe(40, 600), sampling.solve_equation, 3),
     listops(ListOpsTrees()),
 )}  # fmt: skip
 
