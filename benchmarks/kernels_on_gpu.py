@@ -186,6 +186,8 @@ def check(device: str, part: int = 0, parts: int = 1) -> None:
         largest = max(found.items(), key=lambda item: item[1])
         FOUND[name] = {"share": largest[1], **AWAY}
         wrong += bool(large)
+        with going_on(f"{name} is within its bound"):
+            assert not large, large
         away = " ".join(f"{n} {a:.1e}" for n, a in AWAY.items())
         print(
             f"{name}: {largest[1]:.3f} of the bound ({largest[0]}); {away}",
@@ -203,7 +205,8 @@ def spread(options: argparse.Namespace, kind: str, parts: int = 12) -> None:
         subprocess.Popen([*command, "--out", str(out), "--part", f"{n}/{parts}"]) for n, out in enumerate(outs)
     ]
     for process, out in zip(each, outs, strict=True):
-        process.wait()
+        with going_on(out.name):
+            assert process.wait() == 0, "see above"
         if (out / "kernels.json").exists():
             FOUND.update(json.loads((out / "kernels.json").read_text()))
 

@@ -29,10 +29,11 @@ SHOWN_FROM = 200  # steps; before, all losses fall alike and would flatten the r
 def figure(folder: Path) -> Figure:
     """A panel a quantity, a line a mask: the mean over seeds; the band goes from the smallest to the largest."""
     drawn, axes = panel_grid(len(PANELS), height=2.4, columns=3, sharey=False)
-    for ax, (column, title) in zip(axes, PANELS.items(), strict=True):
-        for mask in language.MASKS:
-            _draw(ax, folder, mask, column)
-        ax.set_title(title)
+    for ax, (column, quantity) in zip(axes, PANELS.items(), strict=True):
+        ends = pd.Series({mask: _draw(ax, folder, mask, column) for mask in language.MASKS}).dropna()
+        ends.index = ends.index.str.replace("topk", "top")
+        low, high = ends.idxmin(), ends.idxmax()
+        ax.set_title(f"{quantity}: {low} ends lowest ({ends[low]:.3g}), {high} highest ({ends[high]:.3g})")
         ax.set_xlabel("millions of bytes seen")
     return finished(
         drawn,
@@ -41,11 +42,12 @@ def figure(folder: Path) -> Figure:
     )
 
 
-def _draw(ax: Axes, folder: Path, mask: str, column: str) -> None:
+def _draw(ax: Axes, folder: Path, mask: str, column: str) -> float:
+    """Draw one mask's runs; return where their mean ends, NaN without runs."""
     files = [language.record(folder, mask, seed) for seed in language.SEEDS]
     runs = [pd.read_csv(file).query(f"step >= {SHOWN_FROM}") for file in files if file.exists()]
     if not runs:
-        return
+        return np.nan
     seen = runs[0]["bytes"].to_numpy() / 1e6
     values = np.stack([run[column].to_numpy() for run in runs])
     kind, _, k = mask.partition("-")
@@ -53,6 +55,7 @@ def _draw(ax: Axes, folder: Path, mask: str, column: str) -> None:
     line = LINES.get(k, "-") if kind == "topk" else style.line
     ax.plot(seen, values.mean(0), color=style.color, linestyle=line, label=mask.replace("topk", "top"))
     ax.fill_between(seen, values.min(0), values.max(0), color=style.color, alpha=0.15, linewidth=0)
+    return float(values.mean(0)[-1])
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ docs/reading-a-report.md. The encoders are measured here (100 held-out samples e
 SmolLM2 the heads are those of the committed reports.
 """
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -36,8 +37,9 @@ def of_encoders(snapshot: str) -> pd.DataFrame:
     """
     files = sorted((ROOT / "checkpoints").glob(f"*-full-*/{snapshot}.pt"))
     found = survey(files, Conditions(samples=100, k=(K,)))
+    heads = head_table(Findings(found)).merge(found.models[["model", "length"]], on="model")
     medians = found.queries.groupby(["model", "layer", "head"])[f"separation_k{K}"].median()
-    return head_table(Findings(found)).merge(medians.reset_index(), on=["model", "layer", "head"])
+    return heads.merge(medians.reset_index(), on=["model", "layer", "head"])
 
 
 def of_report(name: str) -> pd.DataFrame:
@@ -50,6 +52,8 @@ def of_report(name: str) -> pd.DataFrame:
     heads, within = pd.read_csv(data / "heads.csv"), pd.read_csv(data / "within.csv", low_memory=False)
     own = within[(within["quantity"] == "separation") & (within["k"].astype(str) == str(K))]
     own = own[own["layer"].ne("all") & own["head"].ne("all")][["layer", "head", "p50"]].astype(float)
+    tokens = json.loads((data.parent / "summary.json").read_text(encoding="utf-8"))["results"][0]["length"]
+    heads = heads.assign(length=tokens)
     return heads.merge(own.rename(columns={"p50": f"separation_k{K}"}), on=["layer", "head"], how="left")
 
 
@@ -62,7 +66,7 @@ def ranges() -> pd.DataFrame:
     }
     rows = [
         {
-            "model": title, "quantity": quantity, "heads": len(heads),
+            "model": title, "quantity": quantity, "heads": len(heads), "tokens": heads["length"].max(),
             **{f"p{p}": float(f"{heads[quantity].quantile(p / 100):.2g}") for p in (5, 50, 95)},
         }
         for title, heads in models.items()
@@ -74,11 +78,14 @@ def ranges() -> pd.DataFrame:
 
 def markdown(table: pd.DataFrame) -> str:
     """The table of the page: median (5th to 95th percentile) over heads."""
-    lines = [f"| model | heads | {' | '.join(QUANTITIES.values())} |", "|---" * (2 + len(QUANTITIES)) + "|"]
+    lines = [
+        f"| model | heads | tokens | {' | '.join(QUANTITIES.values())} |",
+        "|---" * (3 + len(QUANTITIES)) + "|",
+    ]
     for model, own in table.groupby("model", sort=False):
         known = {row.quantity: f"{row.p50:g} ({row.p5:g} to {row.p95:g})" for row in own.itertuples()}
         cells = [known.get(quantity, "–") for quantity in QUANTITIES]
-        lines.append(f"| {model} | {own['heads'].iloc[0]} | {' | '.join(cells)} |")
+        lines.append(f"| {model} | {own['heads'].iloc[0]} | {own['tokens'].iloc[0]:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

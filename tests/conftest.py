@@ -41,7 +41,7 @@ settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each product of three parameters or more, keep cases that hold every pair of values; nightly runs all."""
+    """By day leave out what is nightly, and of products of three parameters all but cases that hold every pair."""
     if os.environ.get("SEMDIAG_EVERY_CASE"):
         return
     functions = {}
@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(config, items):
         if (case := getattr(item, "callspec", None)) is not None and len(case.indices) > 2:
             functions.setdefault((item.path, item.parent, item.originalname), []).append(item)
     dropped = {item for cases in functions.values() for item in set(cases) - set(_pairwise(cases))}
+    dropped |= {item for item in items if item.get_closest_marker("nightly")}
     if dropped:
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]

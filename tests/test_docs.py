@@ -167,6 +167,7 @@ def test_the_first_line_of_every_command_is_its_answer() -> None:
     for line, printed in EXAMPLES:
         first, command = printed.splitlines()[0], line.split()[1]
         if command not in ("list", "train"):  # which answers nothing, and shows a bar
+            assert len(first) <= 200, (command, first)
             assert re.search(r"\w+ \w+ \w+", first), (command, first)
             assert not re.search(r"[│─]|\S   +\S", first), (command, first)
 

@@ -84,7 +84,7 @@ def test_the_page_of_claims_says_the_same_intervals():
         assert f"{low:.2f} to {high:.2f}".replace("-", "−") in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_says_what_the_program_prints():
     """4,000 simulated studies: at another processor's rounding a few of them may move, by 0.1 points a share."""
     tables = ROOT / "reports" / "speed"

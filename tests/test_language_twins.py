@@ -1,6 +1,7 @@
 """The twins of the language comparison: what they keep, and that their records are judged as registered."""
 
 import language
+import language_figure
 import numpy as np
 import pandas as pd
 import pytest
@@ -53,3 +54,24 @@ def test_the_difference_is_paired_by_seed_and_a_diverged_seed_leaves(tmp_path):
     assert found.loc["topk-8", "area"] == pytest.approx(-0.15)
     half = 12.7062047 * 0.05  # t of 1 degree of freedom times the standard error of −0.2 and −0.1
     assert found.loc["topk-8", "area_low"] == pytest.approx(-0.15 - half)
+
+
+def test_a_title_says_which_mask_ends_where_and_fits(tmp_path):
+    """Means over seeds at the last step, 1.5, 2.5 and 2: another step or one seed would say otherwise."""
+    ends = {"full": (1.0, 2.0), "topk-8": (4.0, 1.0), "window-8": (0.5, 3.5)}
+    for mask, losses in ends.items():
+        for seed, loss in zip(language.SEEDS, losses, strict=False):
+            columns = {name: [0.1, 9.0 - loss, loss] for name in language_figure.PANELS}
+            table = pd.DataFrame({"step": [0, 200, 300], "bytes": [0, 10, 20], **columns})
+            table.to_csv(language.record(tmp_path, mask, seed), index=False)
+    figure = language_figure.figure(tmp_path)
+    figure.draw_without_rendering()
+    panels = figure.axes[: len(language_figure.PANELS)]
+    for ax, quantity in zip(panels, language_figure.PANELS.values(), strict=True):
+        assert (
+            " ".join(ax.get_title(loc="left").split())
+            == f"{quantity}: full ends lowest (1.5), top-8 highest (2.5)"
+        )
+        box = ax._left_title.get_window_extent()
+        assert box.x1 <= figure.bbox.x1
+        assert not any(box.overlaps(other.get_window_extent()) for other in panels if other is not ax)

@@ -27,6 +27,7 @@ def pilot():
     return {run: history for run, history in found.items() if history is not None}
 
 
+@pytest.mark.nightly
 def test_the_initialisation_is_that_of_the_run(pilot, tmp_path):
     for run in list(pilot)[:2]:
         with torch.random.fork_rng():

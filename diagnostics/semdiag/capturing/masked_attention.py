@@ -14,9 +14,8 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products, told
-from semdiag.capturing.kept_keys import Choice, heaviest
+from semdiag.capturing.kept_keys import Choice, Table, heaviest
 from semdiag.capturing.recording import Inputs, Mixed, outside_all_modes, without_modes
-from semdiag.capturing.tile_choices import Table
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of
 from semdiag_models import InputError

@@ -16,34 +16,25 @@ _judged = partial(options.option, panel="What is judged")
 
 
 def _check(
-    rule: Annotated[
-        list[str] | None,
-        _judged(
-            'What every model must satisfy, like "dispersion.p95 < 10". Repeatable. First a quantity: '
-            "dispersion, separation or load with .mean or .p0 … .p100, or accuracy or residual (how far attention "
-            "recomputed from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and "
-            "layers, any of layer=0 attention=topk task=even-pairs model=*seed-1*.",
-            autocompletion=options.names(options.RULES),
-        ),
-    ] = None,
-    baseline: Annotated[
-        Path | None,
-        _judged("JSON file that an earlier semdiag check --json printed. A number that moved since is a failure."),
-    ] = None,
+    rule: Annotated[list[str] | None, _judged(
+        "What every model must satisfy, like \"dispersion.p95 < 10\". Repeatable. First a quantity: dispersion, "
+        "separation or load with .mean or .p0 … .p100, or accuracy or residual (how far attention recomputed "
+        "from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and layers, any of "
+        "layer=0 attention=topk task=even-pairs model=*seed-1*.", autocompletion=options.names(options.RULES),
+    )] = None,
+    baseline: Annotated[Path | None, _judged(
+        "JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
+    )] = None,
     tolerance: Annotated[float, _judged("With --baseline: how far a number may move, as a share of it.")] = 0.05,
-    every_layer: Annotated[
-        bool,
-        _judged(
-            "Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not "
-            "hold in half of the layers or more.",
-            "--every-layer",
-        ),
-    ] = False,
+    every_layer: Annotated[bool, _judged(
+        "Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not hold in "
+        "half of the layers or more.", "--every-layer",
+    )] = False,
     junit: Annotated[Path | None, _judged("Also write the verdicts to this file, as JUnit XML.")] = None,
     exit_zero: Annotated[bool, _judged("Report failures, but exit with code 0.", "--exit-zero")] = False,
     *,
     shared: Asked,
-) -> None:
+) -> None:  # fmt: skip
     """Check that top-k attention has the smaller dispersion: δ_h < δ_s. Made for CI.
 
     Pairs full and top-k checkpoints of the same task, seed, size, setting and snapshot. In each pair δ_h < δ_s
@@ -95,13 +86,10 @@ CHECK = Question(
 
 
 def list_names(
-    what: Annotated[
-        str,
-        typer.Argument(
-            help="tasks, attentions or metrics. Default: all three.", autocompletion=options.names(options.LISTS)
-        ),
-    ] = "all",
-) -> None:
+    what: Annotated[str, typer.Argument(
+        help="tasks, attentions or metrics. Default: all three.", autocompletion=options.names(options.LISTS),
+    )] = "all",
+) -> None:  # fmt: skip
     """List the tasks with their baselines, the kinds of attention, and the metrics.
 
     [bold]semdiag list tasks[/]
@@ -179,17 +167,14 @@ _FACTS = {name: name for name in ("path", "sha256", "source", "snapshot", "task"
 
 
 def info(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            help="A checkpoint (.pt), the folder of a run, hf:PATH, or package.module:function.",
-            autocompletion=options.models,
-        ),
-    ],
+    model: Annotated[Path, typer.Argument(
+        help="A checkpoint (.pt), the folder of a run, hf:PATH, or package.module:function.",
+        autocompletion=options.models,
+    )],
     config: options.Config = None,
     head: options.Head = "auto",
     as_json: options.Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Show what is in a checkpoint: architecture, training, accuracy, provenance.
 
     A hash of the weights is compared with the one recorded in the checkpoint, and with the one in manifest.json

@@ -32,41 +32,23 @@ _UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 def _report(
     noise: Annotated[str, options.NOISE] = "0.01",
-    redraw: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            help="Redraw a report from its folder, if it was made with --keep-queries; no model is needed.",
-        ),
-    ] = None,
-    keep_queries: Annotated[
-        bool,
-        typer.Option(
-            "--keep-queries", help="Keep every query in the report's data/, so that --from can redraw it."
-        ),
-    ] = False,
-    thorough: Annotated[
-        bool,
-        options.option(
-            "Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
-            "--thorough",
-        ),
-    ] = False,
-    minutes: Annotated[
-        float,
-        options.option(
-            "Also run an external model with sparse attention, on as many samples as fit into about "
-            "this many minutes. 0: not at all.",
-            "--rerun-minutes", min=0,
-        ),
-    ] = 2,
-    lengths: Annotated[
-        str,
-        options.option(
-            "Also run an external model on pieces of these lengths, cut from as many samples.",
-            metavar="L,L",
-        ),
-    ] = "",
+    redraw: Annotated[Path | None, typer.Option(
+        "--from", help="Redraw a report from its folder, if it was made with --keep-queries; no model is needed.",
+    )] = None,
+    keep_queries: Annotated[bool, typer.Option(
+        "--keep-queries", help="Keep every query in the report's data/, so that --from can redraw it.",
+    )] = False,
+    thorough: Annotated[bool, options.option(
+        "Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
+        "--thorough",
+    )] = False,
+    minutes: Annotated[float, options.option(
+        "Also run an external model with sparse attention, on as many samples as fit into about this many "
+        "minutes. 0: not at all.", "--rerun-minutes", min=0,
+    )] = 2,
+    lengths: Annotated[str, options.option(
+        "Also run an external model on pieces of these lengths, cut from as many samples.", metavar="L,L",
+    )] = "",
     show: Annotated[bool, options.output_option("Open the page in the browser.", "--open")] = False,
     *,
     shared: Asked,

@@ -218,8 +218,7 @@ class Asked:
         quiet, as_json, per_query = values["quiet"], values["as_json"], values.get("per_query")
         formats = figure_formats(values["figures"])
         folder = output_folder(question.name, findings.measurements, values["out"])
-        also = [name for name in question.beside if QUESTIONS[name].applies(findings)]
-        sections = sections or [question.name, *also]
+        sections = sections or [question.name]
         with Stages("drawing", 1, quiet) as bar:
             page, _ = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
         if per_query is not None:
@@ -284,7 +283,7 @@ def with_options(question: Question) -> Callable[..., None]:
 
 
 _KIND = inspect.Parameter.KEYWORD_ONLY
-_PICTURED = ("report", "k-sweep", "compare", "selections")  # others draw figures only when asked
+_PICTURED = ("report", "k-sweep", "compare")  # others draw figures only when asked
 
 
 def _is_taken(name: str, question: Question) -> bool:

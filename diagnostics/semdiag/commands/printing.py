@@ -104,13 +104,9 @@ class SweepProgress(TimedBar):
         self._closed = sum(run.training.epochs for run in runs if run.name not in self.open)
         runs_ended, epochs = "runs {task.fields[ended]}/{task.fields[count]}", "epochs {task.percentage:>3.0f}%"
         super().__init__(
-            (runs_ended, epochs, "left at most", "{task.fields[failed]}"),
-            quiet,
-            total=sum(run.training.epochs for run in runs),
-            ended=self._ended,
-            count=self._count,
-            failed="",
-        )
+            (runs_ended, epochs, "left at most", "{task.fields[failed]}"), quiet,
+            total=sum(run.training.epochs for run in runs), ended=self._ended, count=self._count, failed="",
+        )  # fmt: skip
 
     @property
     def _ended(self) -> int:

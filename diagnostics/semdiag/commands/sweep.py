@@ -18,53 +18,38 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            help="TOML file that names the runs. Examples: experiments/ of the repository.", show_default=False
-        ),
-    ],
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check the file, and list the runs with the epochs that are left; train nothing."
-        ),
-    ] = False,
+    config: Annotated[Path, typer.Argument(
+        help="TOML file that names the runs. Examples: experiments/ of the repository.", show_default=False,
+    )],
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Check the file, and list the runs with the epochs that are left; train nothing.",
+    )] = False,
     retries: Annotated[int, typer.Option(help="How often to retry a run whose process died or met an error.")] = 2,
-    jobs: Annotated[
-        int | None,
-        options.place_option("Processes at the same time, each with one CPU thread.", show_default="cores"),
-    ] = None,
-    in_a_step: Annotated[
-        int,
-        options.place_option(
-            "On CUDA: how many runs that differ only in their seed to train in the same steps. Small models then "
-            "take a fraction of the time each.",
-            "--in-a-step",
-        ),
-    ] = 1,
-    device: Annotated[
-        str, options.place_option("cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run")
-    ] = "",
+    jobs: Annotated[int | None, options.place_option(
+        "Processes at the same time, each with one CPU thread.", show_default="cores",
+    )] = None,
+    in_a_step: Annotated[int, options.place_option(
+        "On CUDA: how many runs that differ only in their seed to train in the same steps. Small models then "
+        "take a fraction of the time each.", "--in-a-step",
+    )] = 1,
+    device: Annotated[str, options.place_option(
+        "cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run",
+    )] = "",
     ray: options.Ray = "",
-    gpus_per_run: Annotated[
-        float, options.place_option("With --ray: share of a GPU for each run, like 0.25.")
-    ] = 0.0,
+    gpus_per_run: Annotated[float, options.place_option(
+        "With --ray: share of a GPU for each run, like 0.25.",
+    )] = 0.0,
     out: Annotated[Path | None, options.output_option("Folder of the runs.", show_default="runs/CONFIG")] = None,
-    records: Annotated[
-        Path | None,
-        options.output_option(
-            "Keep a small file for every finished run in this folder: configuration, history and the hash of "
-            "the weights. A run with such a record counts as done, even if its own folder is gone.",
-            show_default=False,
-        ),
-    ] = None,
-    target: Annotated[
-        float, options.output_option("Training accuracy to reach: results count the epochs up to it.")
-    ] = 0.95,
+    records: Annotated[Path | None, options.output_option(
+        "Keep a small file for every finished run in this folder: configuration, history and the hash of the "
+        "weights. A run with such a record counts as done, even if its own folder is gone.", show_default=False,
+    )] = None,
+    target: Annotated[float, options.output_option(
+        "Training accuracy to reach: results count the epochs up to it.",
+    )] = 0.95,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
-) -> None:
+) -> None:  # fmt: skip
     r"""Train a grid of runs: task × attention × seed × any option of semdiag train.
 
     The keys of the TOML file are the options of semdiag train, with underscores. Keys at the top hold for every

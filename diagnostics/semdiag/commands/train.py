@@ -106,15 +106,11 @@ class TrainingProgress(TimedBar):
         self._several = len(trainers) > 1
         start = f"training {counted(len(trainers), 'run')} for {counted(training.epochs, 'epoch')}"
         super().__init__(
-            ("epoch {task.fields[epoch]}/{task.fields[epochs]}", "", "left", "{task.fields[accuracy]}"),
-            quiet,
-            f"{start} of {counted(steps, 'step')}",
-            total=training.epochs * steps * len(trainers),
+            ("epoch {task.fields[epoch]}/{task.fields[epochs]}", "", "left", "{task.fields[accuracy]}"), quiet,
+            f"{start} of {counted(steps, 'step')}", total=training.epochs * steps * len(trainers),
             completed=sum(trainer.epoch for trainer in trainers) * steps,
-            epoch=min(trainer.epoch for trainer in trainers),
-            epochs=training.epochs,
-            accuracy="",
-        )
+            epoch=min(trainer.epoch for trainer in trainers), epochs=training.epochs, accuracy="",
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -179,13 +175,10 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         shown = said.get("shown", field.default if field.default not in (None, (), False) else "")
         completed = options.ATTENTIONS if field.name == "attention" else tuple(said["known"])
         option = typer.Option(
-            *said.get("flags", f"--{field.name.replace('_', '-')}").split(),
-            help=said["help"],
-            metavar=said.get("metavar"),
-            show_default=str(shown) if shown != "" else False,
-            rich_help_panel=said["panel"],
-            autocompletion=options.names(completed) if completed else None,
-        )
+            *said.get("flags", f"--{field.name.replace('_', '-')}").split(), help=said["help"],
+            metavar=said.get("metavar"), show_default=str(shown) if shown != "" else False,
+            rich_help_panel=said["panel"], autocompletion=options.names(completed) if completed else None,
+        )  # fmt: skip
         values: Any = str if "metavar" in said else {"bool": bool, "int": int, "float": float, "str": str}[kind]
         annotation: Any = Annotated[bool if kind == "bool" else values | None, option]
         default = False if kind == "bool" else None
@@ -198,45 +191,35 @@ _data, _text, _run = (partial(options.option, panel=panel) for panel in ("Data",
 
 @_options
 def train(
-    task: Annotated[
-        str,
-        typer.Argument(
-            help="Task to learn; see [bold]semdiag list tasks[/].", autocompletion=options.names(options.TASKS)
-        ),
-    ],
-    seeds: Annotated[
-        str,
-        _data(
-            "Train several seeds, like 1,2,3, each in a folder of its own: on CUDA together, elsewhere one after "
-            "the other.",
-            metavar="SEED,SEED",
-        ),
-    ] = "",
+    task: Annotated[str, typer.Argument(
+        help="Task to learn; see [bold]semdiag list tasks[/].", autocompletion=options.names(options.TASKS),
+    )],
+    seeds: Annotated[str, _data(
+        "Train several seeds, like 1,2,3, each in a folder of its own: on CUDA together, elsewhere one after the "
+        "other.", metavar="SEED,SEED",
+    )] = "",
     text: Annotated[Path | None, _text("For the task text: the UTF-8 file to learn.")] = None,
-    holdout_text: Annotated[
-        Path | None, _text("File of held-out text. Default: the last tenth of the lines of --text.")
-    ] = None,
-    pieces: Annotated[
-        str | None, _text("How SentencePiece cuts the text into pieces: unigram or bpe.", show_default="unigram")
-    ] = None,
+    holdout_text: Annotated[Path | None, _text(
+        "File of held-out text. Default: the last tenth of the lines of --text.",
+    )] = None,
+    pieces: Annotated[str | None, _text(
+        "How SentencePiece cuts the text into pieces: unigram or bpe.", show_default="unigram",
+    )] = None,
     tokenizer: Annotated[str | None, typer.Option(hidden=True)] = None,
     vocabulary: Annotated[int | None, _text("Number of different pieces.", show_default="4096")] = None,
-    out: Annotated[
-        Path | None,
-        _run(
-            "Folder of the run. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: the folder that "
-            "holds such folders."
-        ),
-    ] = None,
+    out: Annotated[Path | None, _run(
+        "Folder of the run. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: the folder that holds "
+        "such folders.",
+    )] = None,
     resume: Annotated[bool, _run("Continue after the last saved epoch.", "--resume")] = False,
     overwrite: Annotated[bool, _run("Start anew in a folder that holds a run already.", "--overwrite")] = False,
-    device: Annotated[
-        str, _run("cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.")
-    ] = "auto",
+    device: Annotated[str, _run(
+        "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
+    )] = "auto",
     threads: Annotated[int | None, _run("CPU threads. The same number is needed to repeat a run exactly.")] = None,
     quiet: Annotated[bool, _run("Show no progress bar.", "--quiet")] = False,
     **chosen: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Train an encoder and keep its checkpoints.
 
     Without further options it follows the paper's recipe for the task; "recipe" below means a default that depends

@@ -97,6 +97,12 @@ class Table:
                 _check_values(column, wanted, table[column], where)
 
 
+def columns_of(text: str) -> dict[str, str]:
+    """Read ``"model str; layer head int32"``: the types of columns by name."""
+    groups = (group.split() for group in text.split(";"))
+    return {name: kind for *names, kind in groups for name in names}
+
+
 def typed(table: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
     """Return a table with the declared column types; missing texts stay missing."""
     if _OLD:

@@ -48,6 +48,11 @@ class Glance:
     # whether the answer is about a claim of the paper, and so says nothing good or bad about a model
     claim: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """Return the number and what it counts."""
+        return f"{self.number} {self.words}."
+
     def to_dict(self) -> dict[str, str | bool]:
         """Return plain values."""
         return {**asdict(self), "answer": self.answer.value}
@@ -67,7 +72,7 @@ class Answer:
 
     glance: Glance | None = None  # the verdict, as a tile of the page
     headline: Sequence[str] = ()  # sentences of the first screen
-    details: Sequence[str] | None = None  # sentences by model and pair; None: none are made
+    details: Sequence[str | NumberTable] | None = None  # by model and pair; None: none are made
     claims: Sequence[Finding] | None = None  # its claims with their verdicts; None: it judges none
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # by file name without suffix, as CSV
     tables_alone: Mapping[str, pd.DataFrame] = field(
@@ -101,7 +106,8 @@ def opening_of(answers: Sequence[Answer]) -> list[str]:
 def first_sentences(answers: Sequence[Answer], otherwise: int) -> list[str]:
     """Return the headlines of answers; where none has one, so many of their other sentences."""
     headlines = [sentence for answer in answers for sentence in answer.headline]
-    return headlines or [sentence for answer in answers for sentence in answer.details or ()][:otherwise]
+    details = [each for answer in answers for each in answer.details or () if isinstance(each, str)]
+    return headlines or details[:otherwise]
 
 
 def as_json(name: str, findings: Findings, answer: Answer) -> Summary:
@@ -126,6 +132,11 @@ class Heading:
     title: str  # a question
     figures: tuple[Drawing, ...]  # that answer it
     caveats: tuple[str, ...]  # what the answer does not cover
+
+
+def heading(anchor: str, title: str, figures: tuple[Drawing, ...], *caveats: str) -> tuple[Heading, ...]:
+    """Return the headings of a question that has one."""
+    return (Heading(anchor, title, figures, caveats),)
 
 
 def measured_glance(findings: Findings, table: pd.DataFrame) -> Glance:
@@ -157,7 +168,7 @@ _ANSWERS = {
     Verdict.VIOLATED: "does not hold",
     Verdict.VACUOUS: "is too loose to test: it holds for every row, whatever was measured",
     Verdict.NOT_MET: "does not apply, an assumption is not met",
-    Verdict.NOTHING: "nothing conclusive",
+    Verdict.NOTHING: "inconclusive",
 }
 
 

@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -20,6 +20,7 @@ RULES = (
     *(f"{metric}.{statistic}" for metric in ("dispersion", "separation", "load") for statistic in STATISTICS),
     "accuracy", "residual",
 )  # fmt: skip
+SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
 _MOST = 200  # number of runs offered
 
 
@@ -47,8 +48,21 @@ MEASURE, WHERE, OUTPUT = "What is measured", "Where it runs", "Output"  # headin
 
 
 def option(help: str, *names: str, panel: str = MEASURE, **more: Any) -> Any:
-    """Return the declaration of an option, for the ``Annotated`` type of a plan's field."""
+    """Return the declaration of an option, for the ``Annotated`` type of a parameter."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+def chosen(
+    default: Any, help: Any, *flags: str, read: Callable[[str, str], Any] | None = None, **more: Any
+) -> Any:
+    """Return the field of a plan that is an option, declared by its help; ``read`` makes its value from a text."""
+    info = option(help, *flags, **more) if isinstance(help, str) else help
+    return field(default=default, metadata={"option": info, "read": read})
+
+
+def shared(default: Any) -> Any:
+    """Return the field of a plan whose value is that of the shared option with its name."""
+    return field(default=default, metadata={"shared": True})
 
 
 place_option, output_option = (partial(option, panel=panel) for panel in (WHERE, OUTPUT))
@@ -102,138 +116,85 @@ class Shared:
             autocompletion=models,
         ),
     ] = None
-    against: Annotated[
-        Path | None,
-        option(
-            "Compare every model with this one. Default: each full-attention model is compared with the models "
-            "of the same task, seed, size and snapshot.",
-            metavar="MODEL",
-            autocompletion=models,
-        ),
-    ] = None
-    k: Annotated[
-        str,
-        option(
-            "For full-attention models: also show what the quantity would be if each query kept its k largest "
-            "scores. One k or several, like 5 or 4,8,16.",
-            "--k",
-            metavar="K,K",
-        ),
-    ] = ""
-    every: Annotated[
-        bool, output_option("Show every row: all heads of large models, every k of a k-sweep.", "--all")
-    ] = False
-    inputs: Annotated[
-        Path | None,
-        option(
-            "File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
-            "take a .txt with one text per line, or a .jsonl of objects with text and, if known, label or target; "
-            "models of text that semdiag trained take a .txt, from which --samples windows are drawn; Hugging "
-            "Face models and your own also take a .pt with a dictionary of the model's arguments. Default: the "
-            "samples that the run held out; for the paper's code, fresh samples of the task."
-        ),
-    ] = None
-    max_length: Annotated[
-        int | None,
-        option(
-            "Cut texts of --inputs to this many tokens. Default: as many as the model takes.", metavar="TOKENS"
-        ),
-    ] = None
-    tokenizer: Annotated[
-        Path | None,
-        option("Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR"),
-    ] = None
-    labels: Annotated[
-        Path | None,
-        option(
-            "File with the class of each text of --inputs, a number or a name a line, for models that "
-            "tell classes.",
-            metavar="FILE",
-        ),
-    ] = None
-    samples: Annotated[
-        int,
-        option(
-            "How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
-            "asking for more than it held out is an error. With --inputs the default is all."
-        ),
-    ] = 500
-    batch_size: Annotated[int, option("Samples in one forward pass.")] = 100
-    device: Annotated[
-        str,
-        option(
-            "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
-            autocompletion=names(("auto", "cpu", "cuda", "mps")),
-        ),
-    ] = "auto"
-    dtype: Annotated[
-        str,
-        option(
-            "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external models, "
-            "whose scores are then read in float32. auto: float64 if all models are semdiag's or the paper's "
-            "encoders, so that numbers are the same on every processor; float32 if any other model is among them, "
-            "or on mps."
-        ),
-    ] = "auto"
-    seed: Annotated[
-        int,
-        option(
-            "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
-            "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape)."
-        ),
-    ] = 0
-    min_keys: Annotated[
-        int,
-        option(
-            "Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them."
-        ),
-    ] = 1
-    queries: Annotated[
-        int | None,
-        option(
-            "For long sequences: measure only this many random queries per sample and head of the longest "
-            "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and "
-            "quantities that need every query are not given. Default: every query.",
-            show_default=False,
-        ),
-    ] = None
-    max_queries: Annotated[
-        int,
-        option(
-            "How many queries and keys of a model are kept one by one. Beyond that, counts, means and extremes "
-            "stay exact and percentiles come from a random sample, with their error stated."
-        ),
-    ] = 20_000_000
+    against: Path | None = chosen(
+        None, "Compare every model with this one. Default: each full-attention model is compared with the models "
+        "of the same task, seed, size and snapshot.", metavar="MODEL", autocompletion=models,
+    )  # fmt: skip
+    k: str = chosen(
+        "", "For full-attention models: also show what the quantity would be if each query kept its k largest "
+        "scores. One k or several, like 5 or 4,8,16.", "--k", metavar="K,K",
+    )  # fmt: skip
+    every: bool = chosen(
+        False, "Show every row: all heads of large models, every k of a k-sweep.", "--all", panel=OUTPUT,
+    )  # fmt: skip
+    inputs: Path | None = chosen(
+        None, "File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
+        "take a .txt with one text per line, or a .jsonl of objects with text and, if known, label or target; "
+        "models of text that semdiag trained take a .txt, from which --samples windows are drawn; Hugging Face "
+        "models and your own also take a .pt with a dictionary of the model's arguments. Default: the samples "
+        "that the run held out; for the paper's code, fresh samples of the task.",
+    )  # fmt: skip
+    max_length: int | None = chosen(
+        None, "Cut texts of --inputs to this many tokens. Default: as many as the model takes.", metavar="TOKENS",
+    )  # fmt: skip
+    tokenizer: Path | None = chosen(
+        None, "Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR",
+    )  # fmt: skip
+    labels: Path | None = chosen(
+        None, "File with the class of each text of --inputs, a number or a name a line, for models that tell "
+        "classes.", metavar="FILE",
+    )  # fmt: skip
+    samples: int = chosen(
+        500, "How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
+        "asking for more than it held out is an error. With --inputs the default is all.",
+    )  # fmt: skip
+    batch_size: int = chosen(100, "Samples in one forward pass.")
+    device: str = chosen(
+        "auto", "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
+        autocompletion=names(("auto", "cpu", "cuda", "mps")),
+    )  # fmt: skip
+    dtype: str = chosen(
+        "auto", "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
+        "models, whose scores are then read in float32. auto: float64 if all models are semdiag's or the paper's "
+        "encoders, so that numbers are the same on every processor; float32 if any other model is among them, or "
+        "on mps.",
+    )  # fmt: skip
+    seed: int = chosen(
+        0, "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
+        "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape).",
+    )  # fmt: skip
+    min_keys: int = chosen(
+        1, "Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them.",
+    )  # fmt: skip
+    queries: int | None = chosen(
+        None, "For long sequences: measure only this many random queries per sample and head of the longest "
+        "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and quantities "
+        "that need every query are not given. Default: every query.", show_default=False,
+    )  # fmt: skip
+    max_queries: int = chosen(
+        20_000_000, "How many queries and keys of a model are kept one by one. Beyond that, counts, means and "
+        "extremes stay exact and percentiles come from a random sample, with their error stated.",
+    )  # fmt: skip
     config: Config = None
     head: Head = "auto"
-    jobs: Annotated[
-        int | None,
-        place_option(
-            "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
-            "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
-            "process.",
-            show_default=False,
-        ),
-    ] = None
+    jobs: int | None = chosen(
+        None, "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
+        "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
+        "process.", show_default=False, panel=WHERE,
+    )  # fmt: skip
     ray: Ray = ""
-    out: Annotated[
-        Path | None,
-        output_option("Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL."),
-    ] = None
+    out: Path | None = chosen(
+        None, "Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL.", panel=OUTPUT,
+    )  # fmt: skip
     as_json: Json = False
-    per_query: Annotated[
-        Path | None,
-        output_option(
-            "Write one row per query to this .parquet file, and the key loads to another beside it. With "
-            "--queries only the drawn queries; beyond --max-queries a random sample."
-        ),
-    ] = None
-    figures: Annotated[
-        str,
-        output_option(
-            "Figure formats: any of png, svg, pdf, separated by commas; or none.", metavar="FORMAT,FORMAT"
-        ),
-    ] = "png,svg"
+    per_query: Path | None = chosen(
+        None, "Write one row per query to this .parquet file, and the key loads to another beside it. With "
+        "--queries only the drawn queries; beyond --max-queries a random sample.", panel=OUTPUT,
+    )  # fmt: skip
+    figures: str = chosen(
+        "png,svg", "Figure formats: any of png, svg, pdf, separated by commas; or none.",
+        metavar="FORMAT,FORMAT", panel=OUTPUT,
+    )  # fmt: skip
     quiet: Quiet = False
 
 
@@ -307,38 +268,34 @@ def listed_names(text: str, option: str = "") -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-SHARED = "the value of the shared option with the field's name"  # marks fields of plans
+def _declared(one: "Field[Any]") -> tuple[Any, Any, Any]:
+    """Return type, declaration and reading function of a field's option; no declaration: it is none."""
+    if get_origin(one.type) is Annotated:
+        return *get_args(one.type), None
+    return one.type, one.metadata.get("option"), one.metadata.get("read")
 
 
 def of_plan(plan: type | None) -> dict[str, tuple[Any, Any]]:
-    """Return type with help and default of the options that a plan's fields declare, by field.
-
-    A field whose value is read from a text, as a list is, names the function that reads it.
-    """
+    """Return type with help and default of the options that a plan's fields declare, by field."""
     declared = {}
-    for field in fields(plan) if plan is not None else ():
-        kind, *extra = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
-        if extra and extra[0] != SHARED:
-            info, *read = extra
-            default: Any = field.default
+    for one in fields(plan) if plan is not None else ():
+        kind, info, read = _declared(one)
+        if info is not None:
+            default: Any = one.default
             text = ",".join(map(str, default)) if read and default else ""
-            declared[field.name] = (Annotated[str, info], text) if read else (Annotated[kind, info], default)
+            declared[one.name] = (Annotated[str, info], text) if read else (Annotated[kind, info], default)
     return declared
 
 
-def plan_from(plan: type, typed: dict[str, Any], shared: dict[str, Any]) -> Any:
+def plan_from(plan: type, typed: dict[str, Any], values: dict[str, Any]) -> Any:
     """Return a plan with what the user typed, read from texts, and with values of shared options."""
-    values = {}
-    for field in fields(plan):
-        _, *extra = get_args(field.type) if get_origin(field.type) is Annotated else (field.type,)
-        if extra and extra[0] == SHARED:
-            values[field.name] = shared[field.name]
-        elif field.name in typed:
-            info, *read = extra
-            names = [name for name in (info.default, *(info.param_decls or ())) if str(name).startswith("--")]
-            name = names[0] if names else f"--{field.name.replace('_', '-')}"
-            values[field.name] = read[0](typed[field.name], name) if read else typed[field.name]
-    return plan(**values)
+    found = {one.name: values[one.name] for one in fields(plan) if "shared" in one.metadata}
+    for one in (one for one in fields(plan) if one.name in typed):
+        _, info, read = _declared(one)
+        flags = [name for name in (info.default, *(info.param_decls or ())) if str(name).startswith("--")]
+        name = flags[0] if flags else f"--{one.name.replace('_', '-')}"
+        found[one.name] = read(typed[one.name], name) if read else typed[one.name]
+    return plan(**found)
 
 
 def with_parameters(

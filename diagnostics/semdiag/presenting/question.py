@@ -57,7 +57,6 @@ class Question:
     conditions: Mapping[str, Any] = field(
         default_factory=dict
     )  # conditions of the measurement that are no options
-    beside: tuple[str, ...] = ()  # other questions that its page answers, too
     needs: tuple[str, ...] = ()  # tables of which one must have rows for an answer
     external: bool = True  # whether it is asked of external models, of which only the attention is known
     glanced: str = ""  # the anchor of the heading that the glance answers; empty: the first

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.estimates import counterfactual_ks
 from semdiag.measuring.findings.findings import Findings, modules_by_layer, records
-from semdiag.measuring.words import counted, layer_name
+from semdiag.measuring.words import counted, layer_name, significant
 from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells, short_labels
 from semdiag.presenting.drawing.style import drawing, note_below, page_width, panel_grid
@@ -133,7 +133,13 @@ _FAR = 10  # ratio of the largest to the smallest δ above which colours are log
 _TALL = 60  # with more heads of all models together, their rows get lower
 _WRITTEN = 8  # with more layers, numbers in the cells would be illegible
 _NATS = ("dispersion", "entropy")
-_OLDER = {"largest_weight": "largest weight of a query"}
+_FOUND = {
+    "dispersion": "dispersion δ: {low} to {high} nats, the most in layer {most}",
+    "entropy": "entropy of the weights: {low} to {high} nats, the least in layer {least}",
+    "first_weight": "weight on the first key: at least half in {half:,} of {heads:,} heads",
+    "largest_weight": "largest weight of a query: at least half in {half:,} of {heads:,} heads",
+    "weight_kept": "weight kept by the {k} largest scores: at least half in {half:,} of {heads:,} heads",
+}
 
 
 @drawing(
@@ -149,13 +155,8 @@ def heads_map(findings: Findings) -> Figure:
     if not table["dispersion"].notna().any():
         raise NothingToDrawError("No query has a dispersion.")
     k = first_k(findings)
-    titles = {
-        "dispersion": "dispersion δ (nats)",
-        **({"entropy": "entropy of the weights (nats)"} if "entropy" in table else {}),
-        **({"first_weight": "weight on the first key"} if "first_weight" in table else _OLDER),
-        "weight_kept": f"weight kept by the {k} largest scores",
-    }
-    shown = [name for name in titles if name in table and table[name].notna().any()]
+    older = "largest_weight" if "first_weight" in table else "first_weight"
+    shown = [name for name in _FOUND if name != older and name in table and table[name].notna().any()]
     labels = short_labels(findings.measurements.models)
     models = [model for model in labels if model in set(table["model"])]
     heads = [sorted(table.loc[table["model"] == model, "head"].unique()) for model in models]
@@ -174,7 +175,7 @@ def heads_map(findings: Findings) -> Figure:
     edges = np.cumsum([0, *(len(numbers) + above for numbers in heads)])
     for place, (ax, name) in enumerate(zip(axes, shown, strict=True)):
         _draw(ax, _cells(table, name, models, heads, layers, above), name)
-        ax.set_title(titles[name], fontsize=9)
+        ax.set_title(_finding(table.dropna(subset=[name]), name, k))
         ax.set_xlabel("layer")
         name_cells(ax.xaxis, layers)
         for edge in edges[1:-1]:
@@ -196,6 +197,14 @@ def heads_map(findings: Findings) -> Figure:
         f"A cell is a head of a layer: the median over its queries{means}. Hatched: not measured or undefined.",
     )
     return figure
+
+
+def _finding(known: pd.DataFrame, name: str, k: int | None) -> str:
+    """Return in words between which ends a quantity of heads lies, or in how many it is at least half."""
+    values, layers = known[name], known["layer"]
+    low, high = (significant(end, 2) for end in (values.min(), values.max()))
+    ends = {"low": low, "high": high, "most": layers.iloc[values.argmax()], "least": layers.iloc[values.argmin()]}
+    return _FOUND[name].format(k=k, half=(values >= 0.5).sum(), heads=len(values), **ends)
 
 
 def _cells(

@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from semdiag.measuring.findings.findings import RUN, Findings, find_pairs
+from semdiag.measuring.findings.findings import RUN, Findings, find_pairs, records
+from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE
 from semdiag.measuring.training_runs import TARGET, epochs_to
 from semdiag.measuring.words import count_of, counted
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, top_words
+from semdiag.presenting.answer import Answer, Glance, Outcome, heading, top_words
 from semdiag.presenting.drawing.panels import POINTS, NothingToDrawError, Panel, Series, model_labels, panels_of
 from semdiag.presenting.drawing.style import FAINT, decades, drawing, finished, panel_grid, panel_inches
 
@@ -58,7 +59,8 @@ class Run:
 
     series: Series  # the model it led to
     history: pd.DataFrame  # one row per epoch
-    arrival: int | None  # first epoch with at least 95% training accuracy; None if there was none
+    target: float  # training accuracy that counts as learned
+    arrival: int | None  # first epoch with at least that; None if there was none
 
 
 def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
@@ -76,10 +78,20 @@ def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
     once = once.drop_duplicates([*RUN, "attention", "k", "global_tokens"]).sort_index()
     if once.empty:
         return []
+    targets = {row["model"]: target_of(measurements, row["task"]) for row in records(once)}
     return [
-        (panel, [Run(s, histories[s.model], epochs_to(histories[s.model])) for s in panel.series])
+        (
+            panel,
+            [Run(s, (h := histories[s.model]), (t := targets[s.model]), epochs_to(h, t)) for s in panel.series],
+        )
         for panel in panels_of(once, RUN)
     ]
+
+
+def target_of(measurements: Measurements, task: str) -> float:
+    """Return the training accuracy that counts as having learned a task."""
+    general = measurements.provenance.get("target", TARGET)
+    return float(measurements.provenance.get("targets", {}).get(task, general))
 
 
 def learning_in_short(findings: Findings) -> list[str]:
@@ -117,21 +129,23 @@ def reach_sentences(findings: Findings) -> list[str]:
 
 
 _NUMBER = 0.3  # inches that the number of an epoch takes
+_MOST = 12  # groups of runs that are drawn
 
 
 @drawing(
     "Training and held-out accuracy and training loss against epochs, first epoch with 95% training accuracy "
-    "marked: {shown}.",
-    "Compare where the curves of the first panel cross the dashed line at 95% training accuracy. How far a curve "
-    "of the second panel stays below that of the first was memorised instead of learned.",
+    "marked, or another target: {shown}.",
+    "Compare where the curves of the first panel cross the dashed line at 95% training accuracy, or at another "
+    "target. How far a curve of the second panel stays below that of the first was memorised instead of learned.",
 )
 def training_curves(findings: Findings) -> Figure:
     """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy."""
     groups = training_runs(findings)
     if not groups:
         raise NothingToDrawError("No model has a training history.")
-    figure, axes = panel_grid(len(_COLUMNS) * len(groups), height=2.3, sharey=False, columns=len(_COLUMNS))
-    for place, (panel, runs) in enumerate(groups):
+    shown = groups[:_MOST]
+    figure, axes = panel_grid(len(_COLUMNS) * len(shown), height=2.3, sharey=False, columns=len(_COLUMNS))
+    for place, (panel, runs) in enumerate(shown):
         row = axes[len(_COLUMNS) * place : len(_COLUMNS) * (place + 1)]
         for ax, (column, name) in zip(row, _COLUMNS.items(), strict=True):
             for run in runs:
@@ -146,9 +160,11 @@ def training_curves(findings: Findings) -> Figure:
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         _mark_arrivals(row[0], runs)
         row[0].set_title(f"{panel.title}: {_COLUMNS['train_accuracy']}")
+    first = f". The first {_MOST} of {len(groups)} tasks and seeds" if len(groups) > _MOST else ""
     return finished(
         figure,
-        "marker and number on the 95% line: first epoch with that training accuracy; none: it was not reached",
+        "marker and number on the dashed line: first epoch with that training accuracy; none: it was not reached"
+        + first,
     )
 
 
@@ -174,27 +190,21 @@ def _draw_curve(ax: Axes, run: Run, column: str) -> None:
 
 
 def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
-    ax.axhline(TARGET, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)))
+    target = runs[0].target
+    ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)))
     room = _NUMBER * (ax.get_xlim()[1] - ax.get_xlim()[0]) / panel_inches(ax)
     last, line = -math.inf, 0
     for epoch, style in sorted(((r.arrival, r.series.style) for r in runs if r.arrival), key=lambda one: one[0]):
         line = line + 1 if epoch - last < room else 0  # below the number before, where they would overlap
         last = epoch
-        ax.plot(epoch, TARGET, marker=style.marker, color=style.color, markersize=6)
+        ax.plot(epoch, target, marker=style.marker, color=style.color, markersize=6)
         ax.annotate(
-            f"{epoch}", (epoch, TARGET), xytext=(2, -4 - 8 * line), textcoords="offset points", fontsize=9,
+            f"{epoch}", (epoch, target), xytext=(2, -4 - 8 * line), textcoords="offset points", fontsize=9,
             color=style.color, va="top", path_effects=[withStroke(linewidth=2, foreground="white")],
         )  # fmt: skip
 
 
-HEADINGS = (
-    Heading(
-        "learning",
-        "Did it learn faster?",
-        (training_curves,),
-        (
-            "One run per curve: a different seed can shift the arrival by many epochs. Epochs are counted, not "
-            "seconds.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "learning", "Did it learn faster?", (training_curves,),
+    "One run per curve: a different seed can shift the arrival by many epochs. Epochs are counted, not seconds.",
+)  # fmt: skip

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _PLACES: tuple[str | Question, ...] = (
     "dispersion",
     Question("heads", f"{__package__}.heads"),
-    Question("within", f"{__package__}.counterfactual"),
     "separation",
     Question("learning", f"{__package__}.learning", external=False),
     "stability",

@@ -469,15 +469,12 @@ class Verification:
                 "passed": pair.passed,
                 "unknown": pair.unknown,
                 "layers": {
-                    "delta_s": gate.full,
-                    "delta_h": gate.topk,
-                    "failing": gate.failing,
-                    "unknown": gate.unknown,
+                    "delta_s": gate.full, "delta_h": gate.topk, "failing": gate.failing, "unknown": gate.unknown,
                     "passed": gate.passed,
                 },
             }
             for pair, gate in zip(self.pairs, self.layers, strict=True)
-        ]
+        ]  # fmt: skip
         content: dict[str, Any] = {
             "schema": schema("check"),
             "provenance": self.findings.measurements.provenance,
@@ -511,14 +508,10 @@ def verify(findings: Findings, expected: Expectations) -> Verification:
     known = expected.baseline
     drifts, compared = ([], None) if known is None else drift(findings, known, expected.tolerance)
     return Verification(
-        findings=findings,
-        pairs=gates,
-        layers=layer_gate(judged, gates, expected.every_layer),
-        invariants=findings(invariants),
-        rules=apply_rules(findings, expected.rules),
-        drifts=drifts,
+        findings=findings, pairs=gates, layers=layer_gate(judged, gates, expected.every_layer),
+        invariants=findings(invariants), rules=apply_rules(findings, expected.rules), drifts=drifts,
         compared=compared,
-    )
+    )  # fmt: skip
 
 
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -15,7 +15,7 @@ from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
 from semdiag.measuring.findings.findings import Completeness, Findings, completeness, modules_by_layer, records
 from semdiag.measuring.words import count, layer_name, number_words, percent, plain, text
 from semdiag.presenting.answer import Heading, page_environment, page_style
-from semdiag.presenting.tables import Column
+from semdiag.presenting.tables import Column, NumberTable
 from semdiag.questions.heads import HeadMap
 from semdiag.questions.registry import QUESTIONS
 
@@ -195,6 +195,7 @@ def render_page(
     headlines: Mapping[str, list[str]] | None = None,
     head_map: HeadMap | None = None,
     look: str | None = None,
+    tables: Mapping[str, Sequence[NumberTable]] | None = None,
 ) -> str:
     """Fill the template; every value is escaped, and control characters are made visible."""
     rows = content["results"]
@@ -202,7 +203,8 @@ def render_page(
     sections = []
     for name, headings in parts:
         number = glances[name]["number"] if name in glances and len(rows) == 1 else ""  # it stands in the heading
-        own = [s for s in headlines.get(name, []) if s == lead or not number or number not in s]
+        tile = f"{glances[name]['number']} {glances[name]['words']}." if name in glances else ""  # likewise
+        own = [s for s in headlines.get(name, []) if s == lead or not (s == tile or (number and number in s))]
         above = unsaid(own, [lead])
         more = unsaid(content["details"].get(name, []), [lead, *above])
         place = "screen" if name in _SCREENS else "theory" if name in _THEORY else "details"
@@ -216,6 +218,7 @@ def render_page(
                 {
                     "name": name, "heading": heading, "answer": answer and answer[:1].upper() + answer[1:] + ".",
                     "headline": above if first else [], "more": more if first else [], "place": place,
+                    "tables": (tables or {}).get(name, ()) if first else (),
                 }
             )  # fmt: skip
     said = {*content["cautions"], *(sentence for own in headlines.values() for sentence in own)}

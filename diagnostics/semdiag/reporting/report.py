@@ -1,11 +1,10 @@
 """Write a report from findings: a folder with a page, figures, percentile tables and a summary."""
 
-import ctypes
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import external
 from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
+from semdiag.measuring.findings.estimates import all_by_name, estimate_table, sampling_sentences, within_table
 from semdiag.measuring.findings.findings import (
     Findings,
     has_schema,
@@ -91,39 +90,18 @@ def report_content(
 ) -> dict[str, Any]:
     """Return a report as plain values, from the answers to its questions."""
     content: dict[str, Any] = {
-        "schema": schema("report"),
-        "command": command,
-        "provenance": json_ready(findings.measurements.provenance),
-        "verdict": verdict,
+        "schema": schema("report"), "command": command,
+        "provenance": json_ready(findings.measurements.provenance), "verdict": verdict,
         "glances": {name: answer.glance.to_dict() for name, answer in answers.items() if answer.glance},
         "pairs": json_ready([comparison.to_dict() for comparison in findings(pair_comparisons)]),
-        "results": model_rows(findings, [*answers]),
-        "figures": figures,
-    }
+        "results": model_rows(findings, [*answers]), "figures": figures,
+    }  # fmt: skip
     judged = {name: verdict_table(answer.claims) for name, answer in answers.items() if answer.claims is not None}
     if judged:
         content["findings"] = json_ready({name: table.to_dict("records") for name, table in judged.items()})
-    content["details"] = {name: answer.details for name, answer in answers.items() if answer.details is not None}
+    details = {name: answer.details for name, answer in answers.items() if answer.details is not None}
+    content["details"] = {name: [each for each in of if isinstance(each, str)] for name, of in details.items()}
     return content
-
-
-_HERE = -100  # AT_FDCWD: paths are relative to the working folder
-_SWAP = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
-_CALLS: dict[str, Callable[[Any, bytes, bytes], int]] = {
-    "renameat2": lambda call, one, other: call(_HERE, one, _HERE, other, _SWAP),  # Linux, glibc from 2.28 on
-    "renamex_np": lambda call, one, other: call(one, other, _SWAP),  # macOS
-}
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two folders, so that neither name is ever missing."""
-    if os.name == "nt":
-        return False
-    library = ctypes.CDLL(None)
-    for name, swap in _CALLS.items():
-        if hasattr(library, name):
-            return swap(getattr(library, name), os.fsencode(one), os.fsencode(other)) == 0
-    return False
 
 
 def check_folder(folder: Path, keep_queries: bool) -> None:
@@ -198,8 +176,6 @@ def _runs(process: int) -> bool:
 
 def _swap(building: Path, folder: Path) -> None:
     """Replace the older folder by the finished one; on failure keep or restore the older one."""
-    if folder.exists() and exchange(building, folder):
-        return  # the older one now has the name that will be deleted
     old = building.with_suffix(".old")
     if folder.exists():
         folder.rename(old)
@@ -217,7 +193,7 @@ _ON_SCREEN = ("png", "svg")
 LOOK = "look.html"  # the page of one text, beside the report
 
 
-_NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
+_NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "projections")
 
 
 def write_report(
@@ -297,9 +273,12 @@ def _write(
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
     headlines = {name: list(answer.headline) for name, answer in answers.items()}
     living = findings(head_cells) if "heads" in answers else None
+    details = {name: answer.details or () for name, answer in answers.items()}
+    grids = {name: [each for each in own if not isinstance(each, str)] for name, own in details.items()}
     written["index.html"] = render_page(
         content, parts, pictures, measurements.non_finite, keep_queries, others, heads, headlines, living,
         LOOK if look else None,
+        grids,
     )  # fmt: skip
     for name, text in written.items():
         (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -322,6 +301,8 @@ def in_short(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:
 def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.DataFrame]:
     """Return the tables to write as CSV; percentiles of δ are in every report."""
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    if len(within := findings(within_table)):
+        tables["within"] = all_by_name(within)
     if len(findings.measurements.projections):
         tables["projections"] = findings.measurements.projections
     for answer in answers.values():

@@ -233,7 +233,9 @@ def test_masks_and_places_in_buffers_are_no_packed_weights(copied):
     load(f"hf:{copied}")
 
 
-@pytest.mark.parametrize("name", ["copy", "with 'quotes\"", "back\\slash"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("copy", marks=pytest.mark.nightly), "with 'quotes\"", "back\\slash"]
+)
 def test_the_recipe_for_a_folder_of_bin_files_keeps_head_and_tokenizer(bert, tmp_path, name):
     folder = tmp_path / name
     config = transformers.BertConfig.from_pretrained(bert, num_labels=3)

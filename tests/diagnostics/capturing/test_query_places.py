@@ -79,7 +79,7 @@ def test_padding_is_that_of_the_tokens():
 
 
 @pytest.mark.parametrize("cuts", [(13,), (11, 13, 19), (1, 2, 3, 23), (*range(9, LENGTH),)])
-@pytest.mark.parametrize(("window", "rate"), [(8, 4), (4, 2), (64, 3)])
+@pytest.mark.parametrize(("window", "rate"), [(8, 4), pytest.param(4, 2, marks=pytest.mark.nightly), (64, 3)])
 def test_rows_of_tokens_behind_a_cache_are_those_of_one_forward_without_it(cuts, window, rate):
     model = deepseek(window, rate, LENGTH)  # its indexer keeps all: with fewer, it chooses others behind a cache
     calls, reference = captured(model, cuts=cuts), captured(model)

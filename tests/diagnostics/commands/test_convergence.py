@@ -31,11 +31,8 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here, monkeyp
     ):
         with (folder / "data" / f"{name}.csv").open(encoding="utf-8") as file:
             assert list(csv.DictReader(file))
-    figures = {
-        "learning_curves", "speed_up_against_dispersion",  # one pair: no figure of speed-ups
-    }  # fmt: skip
     drawn = {path.stem for path in (folder / "figures").glob("*.svg")}
-    assert drawn == figures | {f"{name}-narrow" for name in figures}  # the second is for telephones
+    assert drawn == {"training_curves", "training_curves-narrow"}  # the second is for telephones
 
 
 def test_copies_of_a_run_count_once_and_that_is_said(run_semdiag, tiny_runs, here, monkeypatch):

@@ -158,22 +158,11 @@ def test_one_whose_scores_are_no_numbers_is_told_of(command, model, measured):
     assert f"attention scores of theirs:{model} are NaN or infinite" in " ".join(outcome.err.split())
 
 
-def test_what_a_mask_would_keep_of_them_is_no_number(measured, here):
-    measured("report --k 3", "theirs:infinite", "theirs:not_a_number")
-    summary = json.loads((here / "page" / "summary.json").read_text("utf-8"))
-    assert summary["glances"]["within"]["words"] == "have more than 3 keys and finite scores"
-    # Of infinite scores query 0, with one key, still has a dispersion: k = 3 can be asked for, and has no answer.
-    assert (
-        "What a top-3 mask would keep is unknown: some of the model's scores are NaN or infinite."
-        in summary["verdict"]
-    )
-
-
-def test_the_page_of_separation_shows_what_k_would_leave(measured, here):
+def test_the_report_of_separation_holds_what_k_would_leave(measured, here):
     measured("separation", "theirs:full")
-    assert 'id="within"' not in (here / "page" / "index.html").read_text("utf-8")
-    measured("separation --k 3", "theirs:full", figures=True)
-    assert "figures/weight_kept.svg" in (here / "page" / "index.html").read_text("utf-8")
+    assert not (here / "page" / "data" / "within.csv").exists()
+    measured("separation --k 3", "theirs:full")
+    assert (here / "page" / "data" / "within.csv").is_file()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from semdiag.presenting.terminal import terminal, visible
 from semdiag.reporting.report import write_report
 from semdiag_models import InputError, weights_sha256
 
+EVERY_CASE = bool(os.environ.get("SEMDIAG_EVERY_CASE"))
+
 
 @pytest.fixture(scope="module")
 def kept_once(tiny_runs, tmp_path_factory):
@@ -73,8 +75,9 @@ def test_a_flipped_bit_of_kept_measurements_is_refused_in_one_line(refusal, here
 
 @pytest.mark.slow
 def test_no_mutated_folder_is_an_error_of_ours(run_semdiag, kept):
-    """Of models and queries every column lost, made text, negated or huge: refused, or drawn."""
+    """A column lost, made text, negated or huge is refused, or drawn; by day each suffers one of these."""
     changes = (
+        None,
         lambda column: column.astype(str),
         lambda column: -column if pd.api.types.is_numeric_dtype(column) and column.dtype != bool else column,
         lambda column: pd.Series([10**9] * len(column)),
@@ -84,8 +87,8 @@ def test_no_mutated_folder_is_an_error_of_ours(run_semdiag, kept):
         file = kept / f"{table}.parquet"
         before = file.read_bytes()
         content = pd.read_parquet(file)
-        for column in content:
-            for change in (None, *changes):
+        for n, column in enumerate(content):
+            for change in changes if EVERY_CASE else changes[n % 4 : n % 4 + 1]:
                 changed = content.drop(columns=column)
                 if change is not None:
                     changed[column] = change(content[column])
@@ -93,7 +96,7 @@ def test_no_mutated_folder_is_an_error_of_ours(run_semdiag, kept):
                 outcome = run_semdiag("report", "--from", kept, "--out", "again", "--figures", "none", "--quiet")
                 codes.append(outcome.code)
         file.write_bytes(before)
-    assert len(codes) > 100
+    assert len(codes) > (100 if EVERY_CASE else 25)
     assert set(codes) <= {0, 2}
 
 

@@ -190,19 +190,6 @@ def test_two_runs_of_one_model_can_be_compared(run_semdiag):
 
 
 @pytest.mark.usefixtures("models")
-def test_a_figure_is_written_where_it_is_asked_for(run_semdiag, here):
-    words = ("selections", "own_models:good", "--inputs", "padded.pt", "--quiet", "--out", "own")
-    assert run_semdiag(*words).code == 0
-    assert sorted(path.name for path in (here / "own").iterdir()) == [
-        "selections-narrow.png", "selections.png", "selections.svg",
-    ]  # fmt: skip
-    drawn = (here / "own" / "selections.svg").read_text(encoding="utf-8")
-    assert all(name in drawn for name in ("layers.0.router", "layers.0.indexer", "available, left out"))
-    assert run_semdiag(*words[:-1], "none-of-them", "--figures", "none").code == 0
-    assert not (here / "none-of-them").exists()
-
-
-@pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -217,9 +204,6 @@ def test_a_figure_is_written_where_it_is_asked_for(run_semdiag, here):
         (("ids.npy", "--batch-size", 3), "--batch-size applies to a model"),
         (("ids.npy", "--save", "own.npz"), "--save applies to a model"),
         (("own_models:good", "--inputs", "ids.npy", "--save", "own.txt"), "--save takes a file name that ends in"),
-        (("own_models:good", "--inputs", "ids.npy", "--out", "ids.npy"), "--out takes the name of a folder"),
-        (("own_models:good", "--inputs", "ids.npy", "--figures", "svg"), "--figures says how to write a figure"),
-        (("own_models:good", "--inputs", "ids.npy", "--figures", "gif", "--out", "own"), "figure format"),
     ],
 )
 def test_what_is_refused(refusal, words, said):

@@ -32,7 +32,7 @@ def test_lipschitz_compares_snapshots_of_different_epochs_with_one_of_them(run_s
         assert result["groups"][0]["group"] == "all"
         assert all(g["gradient"]["p100"] > 0 for g in result["groups"])
         assert len(result["blocks"]) == tiny_runs.blocks
-        assert {v["verdict"] for v in result["verdicts"]} <= {"holds", "nothing conclusive"}
+        assert {v["verdict"] for v in result["verdicts"]} <= {"holds", "inconclusive"}
     assert found["provenance"]["lipschitz_samples"] == 8
     assert "secants of" in outcome.err
     assert re.search(r": 0 of [\d,]+ exceed the bound", outcome.err)

@@ -68,7 +68,7 @@ def test_against_a_reference_that_is_no_full_model(run_semdiag, sections, tiny_r
     (pair,) = json.loads(outcome.out)["pairs"]
     assert pair["reference"] == str(tiny_runs.topk / "last.pt")
     assert pair["differences"] == ["snapshot last and initialisation"]
-    assert "nothing conclusive" in {verdict["verdict"] for verdict in pair["verdicts"]}
+    assert "inconclusive" in {verdict["verdict"] for verdict in pair["verdicts"]}
 
 
 def test_a_wrong_reference_is_refused(refusal, sections, tiny_runs, here):
@@ -85,7 +85,7 @@ def test_given_inputs_have_no_labels_and_no_slopes(run_semdiag, sections, tiny_r
     np.save(here / "tokens.npy", np.array([[0, 1] * 6, [1, 1] * 6]))
     outcome = run_semdiag("bounds", tiny_runs.full, "--inputs", here / "tokens.npy", "--figures", "none")
     assert outcome.code == 0
-    assert re.search(r"constant \[sound\]: nothing conclusive", " ".join(outcome.out.split()))
+    assert re.search(r"constant \[sound\]: inconclusive", " ".join(outcome.out.split()))
 
 
 def test_the_paper_code_fixture(run_semdiag, sections, paper_code, here):

@@ -1,5 +1,6 @@
 """Every figure: what it shows, and what it does with little, much and broken data."""
 
+import contextlib
 import functools
 
 import matplotlib
@@ -25,13 +26,7 @@ THEORY = (
     "corollary_conditions",
 )
 MASK_PROBES = ("masks_unchanged",)
-PROBES = (
-    "lipschitz_percentiles",
-    "block_stretch",
-    "landscape_contour",
-    "landscape_cuts",
-)
-WITHIN = ("weight_kept",)
+PROBES = "lipschitz_percentiles", "landscape_contour"
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
@@ -75,7 +70,6 @@ def some(many):
 def several(some, make_four, theory, probed, reruns, probes, unequal):
     """Call with the name of a figure: findings on many models of which it can be drawn."""
     kinds = {
-        WITHIN: make_four,
         THEORY: lambda: theory(some),
         MASK_PROBES: lambda: probed(some),
         RERUNS: lambda: reruns(probed(some)),
@@ -188,13 +182,64 @@ def test_ratio_is_known_and_never_crosses_snapshots(four, many):
         "even-pairs-block-7/last.pt": [0.625],
     }
     figure = registry.figures()["dispersion_ratio"](Findings(four))
-    assert [title(ax) for ax in shown(figure)] == ["even-pairs: median", "even-pairs: p95"]
     assert shown(figure)[0].get_ylabel() == "δ of sparse / δ of full attention"
     assert any(np.allclose(line.get_ydata(), 1.0) for line in shown(figure)[0].lines)
     assert "95% intervals" in words(figure)
     across = layer_ratios(Findings(many), resamples=2)
     compared = zip(across["model"], across["full"], strict=True)
     assert all(("initialisation" in sparse) == ("initialisation" in full) for sparse, full in compared)
+
+
+def test_titles_say_what_these_data_show_and_other_data_other_things(four):
+    """The shares of layers, and the ends of medians, follow the numbers: here those of top-k's layer 1."""
+    topk = four.queries["model"].str.contains("topk") & (four.queries["layer"] == 1)
+    other = four.queries.copy()
+    other.loc[topk, ["dispersion", "separation", "weight_kept_k3"]] = 90.0, 0.5, np.nan
+    other.loc[other["model"].str.contains("full") & (other["layer"] == 1), "weight_kept_k3"] = 0.5
+    found = {}
+    for measured in (four, four.replace(queries=other)):
+        for name in ("dispersion_by_layer", "dispersion_ratio", "separation_by_layer", "heads_map"):
+            figure = registry.figures()[name](Findings(measured))
+            found.setdefault(name, []).append([" ".join(title(ax).split()) for ax in shown(figure)])
+    rest = ", 2 of 2 with banded, 2 of 2 with local blocks"
+    below = [f"{count} of 2 layers with top-k{rest}" for count in (2, 1)]
+    assert found["dispersion_by_layer"] == [
+        [f"even-pairs: median δ below full attention's in {count}"] for count in below
+    ]
+    assert found["dispersion_ratio"] == [
+        [f"even-pairs, {which}: below 1 in {count}" for which in ("median", "p95")] for count in below
+    ]
+    assert found["separation_by_layer"] == [
+        ["even-pairs: median Δ of 0.01 nats in layer 0 with top-k"],
+        ["even-pairs: median Δ of 0.01 nats in layer 0 to 0.5 in layer 1 with top-k"],
+    ]
+    kept = "weight kept by the 3 largest scores: at least half in"
+    assert found["heads_map"] == [
+        ["dispersion δ: 0.56 to 4.5 nats, the most in layer 1", f"{kept} 0 of 2 heads"],
+        ["dispersion δ: 0.56 to 90 nats, the most in layer 1", f"{kept} 1 of 2 heads"],
+    ]
+
+
+def test_a_model_alone_is_told_by_its_layers(model):
+    figure = registry.figures()["dispersion_by_layer"](Findings(model("topk")))
+    assert " ".join(title(shown(figure)[0]).split()) == (
+        "even-pairs: median δ of 0.56 nats in layer 0 to 1.1 in layer 1"
+    )
+
+
+@pytest.mark.parametrize("name", ["dispersion_by_layer", "dispersion_ratio", "separation_by_layer", "heads_map"])
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+def test_titles_fit_their_figures(name, narrow, model):
+    runs = [(kind, seed) for seed in (153476998, 235510766) for kind in ("full", "topk", "block")]
+    several = Measurements.concat([model(kind, "missing-duplicate", seed, within=(3,)) for kind, seed in runs])
+    with stacked() if narrow else contextlib.nullcontext():
+        figure = registry.figures()[name](Findings(several))
+    figure.draw_without_rendering()
+    for ax in shown(figure):
+        box = ax._left_title.get_window_extent()
+        others = [other.get_window_extent() for other in shown(figure) if other is not ax]
+        assert box.x1 <= figure.bbox.x1, title(ax)
+        assert not any(box.overlaps(other) for other in others), title(ax)
 
 
 def test_separation_says_what_is_not_positive_and_what_is_undefined(four):

@@ -12,7 +12,6 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
 from semdiag.presenting.answer import Outcome, measured_glance
 from semdiag.questions.bounds.corollary import corollary_findings
-from semdiag.questions.counterfactual import within_glance
 from semdiag.questions.dispersion.answer import (
     dispersion_glance,
     dispersion_in_short,
@@ -220,13 +219,6 @@ def test_exceeded_bounds_have_their_denominator(pair):
     assert "it is too loose to test" in glance.words
     steep = pair.secants.assign(weight_change=2.0, score_change=1e-9)
     assert stability_glance(Findings(pair.replace(secants=steep))).answer is Outcome.DOES_NOT
-
-
-def test_the_weight_kept_counts_queries_with_more_keys(pair):
-    glance = within_glance(Findings(pair))
-    full = pair.queries[pair.queries["model"].str.contains("full")]
-    assert glance.number == f"{100 * full[full['keys'] > 3]['weight_kept_k3'].median():.0f}%"
-    assert f"({(full['keys'] > 3).sum():,} queries of 1 model)" in glance.words
 
 
 def test_what_has_no_one_number_says_of_how_many_models(pair):

@@ -74,7 +74,6 @@ def test_pictures_are_described_by_what_they_show(full_report):
     images = {Path(image["src"]).stem: image["alt"] for image in Page(full_report / "index.html").all("img")}
     assert "top-k (k = 3)" in images["dispersion_by_layer"]
     assert "banded" in images["dispersion_by_layer"]
-    assert "banded" not in images["weight_kept"]  # of full attention alone
     assert images["heads_map"].endswith("weight kept by the 3 largest scores.")
     assert not any("{" in alt for alt in images.values())
 
@@ -136,7 +135,6 @@ def test_of_an_external_model_the_papers_theory_is_folded(model, theory, probed,
     text = page.read_text(encoding="utf-8")
     screens, _, folded = text.partition('<details id="theory">')
     assert 'id="stability"' in folded.partition('<details id="details">')[0]
-    assert 'id="within"' in folded.partition('<details id="details">')[2]
     assert 'id="mask-stability"' in screens
     assert "paper" not in screens.partition("<main")[2].partition("<details")[0]
     assert '<div class="heads"' in screens
@@ -311,7 +309,7 @@ def test_sections_are_chosen(four, tmp_path):
     assert {path.name for path in (tmp_path / "s/data").iterdir()} == {
         "dispersion.csv", "separation.csv", "load.csv",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="dispersion, heads, within, separation, learning"):
+    with pytest.raises(ValueError, match="dispersion, heads, separation, learning"):
         write_report(Findings(four), tmp_path / "x", "x", sections=["weather"])
 
 
@@ -335,4 +333,3 @@ def test_how_far_the_scores_of_an_external_model_span_is_said_once(within, model
     said = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))["verdict"]
     assert said[0].startswith("own:build: the scores of a query span ")
     assert sum("span" in sentence for sentence in said) == 1
-    assert any("top-3 mask" in sentence for sentence in said) == bool(within)

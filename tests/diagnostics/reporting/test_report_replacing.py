@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.reporting import report as folder_module
 from semdiag.reporting import report as report_module
-from semdiag.reporting.report import exchange, write_report
+from semdiag.reporting.report import write_report
 from semdiag_models import InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -32,13 +31,7 @@ def test_a_failure_leaves_the_old_report_and_no_scraps(one, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
-def fail_to_exchange(monkeypatch):
-    """Make this system one that cannot, as Windows and some file systems."""
-    monkeypatch.setattr(folder_module, "exchange", lambda one, other: False)
-
-
 def test_a_failing_swap_puts_the_old_report_back(one, tmp_path, monkeypatch):
-    fail_to_exchange(monkeypatch)
     page, _ = write_report(Findings(one), tmp_path / "r", "old", formats=())
     rename = Path.rename
 
@@ -54,35 +47,7 @@ def test_a_failing_swap_puts_the_old_report_back(one, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
-def test_two_folders_change_places_or_nothing_does(tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.mkdir()
-    (one / "file").write_text("first")
-    assert not exchange(one, other)
-    assert (one / "file").read_text() == "first"
-    other.mkdir()
-    done = exchange(one, other)
-    assert [path.name for path in (other if done else one).iterdir()] == ["file"]
-    assert not list((one if done else other).iterdir())
-
-
-def test_where_the_system_can_no_moment_is_without_a_report(one, tmp_path, monkeypatch):
-    probes = [tmp_path / name for name in ("a", "b")]
-    for probe in probes:
-        probe.mkdir()
-    if not exchange(*probes):
-        pytest.skip("this system or file system cannot exchange two folders")
-    write_report(Findings(one), tmp_path / "r", "old", formats=())
-    monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail(f"{self} was renamed to {target}"))
-    page, _ = write_report(Findings(one), tmp_path / "r", "new", formats=())
-    assert "new" in page.read_text(encoding="utf-8")
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "r"}
-
-
-@pytest.mark.parametrize("can", [True, False], ids=["exchanged", "renamed"])
-def test_a_link_to_a_report_stays_a_link(can, one, tmp_path, monkeypatch):
-    if not can:
-        fail_to_exchange(monkeypatch)
+def test_a_link_to_a_report_stays_a_link(one, tmp_path):
     write_report(Findings(one), tmp_path / "there" / "r", "old", formats=())
     (tmp_path / "link").symlink_to(tmp_path / "there" / "r")
     write_report(Findings(one), tmp_path / "link", "new", formats=())
@@ -92,10 +57,7 @@ def test_a_link_to_a_report_stays_a_link(can, one, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"there", "link"}
 
 
-@pytest.mark.parametrize("can", [True, False], ids=["exchanged", "renamed"])
-def test_a_report_replaces_a_report_whole(can, one, tmp_path, monkeypatch):
-    if not can:
-        fail_to_exchange(monkeypatch)
+def test_a_report_replaces_a_report_whole(one, tmp_path):
     write_report(Findings(one), tmp_path / "r", "old", formats=["svg"], sections=["learning"])
     write_report(Findings(one), tmp_path / "r", "new", formats=["png"], sections=["learning"])
     assert not list((tmp_path / "r").rglob("*.svg"))

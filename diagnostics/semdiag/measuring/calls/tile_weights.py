@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, each
 from semdiag.capturing.call_strips import integers, largest
-from semdiag.capturing.kept_keys import Choice
+from semdiag.capturing.kept_keys import Choice, Tiles
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.rules import SkipTiles
 from semdiag.capturing.sparsify import engine_rule
-from semdiag.capturing.tile_choices import Tiles
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.table import Table
 from semdiag_models import InputError

@@ -16,7 +16,6 @@ from semdiag.measuring.findings.findings import (
     Place,
     Summary,
     broken_places,
-    diverged,
     json_ready,
     records,
 )
@@ -31,29 +30,6 @@ def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
     prefix = "dispersion_k"
     named = [str(column) for column in queries if str(column).startswith(prefix)]
     return [int(name.removeprefix(prefix)) for name in named if queries[name].notna().any()]
-
-
-def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
-    """Return what top-k would keep by one model's own scores, for queries with more than k keys."""
-    if diverged(findings, model):
-        return {}
-    queries = findings.measurements.queries[findings.measurements.queries["model"] == model]
-    dropping = queries[queries["keys"] > k]
-    mass, layers = dropping[f"weight_kept_k{k}"], dropping.groupby("layer")[f"weight_kept_k{k}"].median()
-    if mass.isna().all():
-        return {}
-    sketches = findings.measurements.sketches
-    sketched = sketches[(sketches["model"] == model) & (sketches["quantity"] == f"separation_k{k}")]
-    pooled = sketched[sketched["layer"] == ALL]  # without dropped keys, separation is undefined
-    share = 1 - (pooled["undefined"] / pooled["queries"]).sum() if len(pooled) else len(dropping) / len(queries)
-    medians = {"dispersion": f"dispersion_k{k}", "whole": "dispersion", "separation": f"separation_k{k}"}
-    return {
-        "share": float(share), "sampled": len(dropping) if len(pooled) else 0,
-        "weight_kept": mass.median(), "weight_kept_p5": mass.quantile(0.05),
-        "lowest": layers.min(), "lowest_layer": layers.idxmin(),
-        "highest": layers.max(), "highest_layer": layers.idxmax(),
-        **{name: percentiles(dropping[column])["p50"] for name, column in medians.items()},
-    }  # fmt: skip
 
 
 Percentiles = dict[str, float | int]

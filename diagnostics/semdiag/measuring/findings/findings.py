@@ -234,7 +234,7 @@ class Verdict(StrEnum):
     VIOLATED = "violated"
     VACUOUS = "vacuous"  # true of every row, whatever the model: means nothing
     NOT_MET = "assumption not met"
-    NOTHING = "nothing conclusive"
+    NOTHING = "inconclusive"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Models in panels that differ in nothing but attention, their labels, and ranges in words."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from semdiag.capturing.attention_call import external
 from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
+from semdiag.measuring.words import significant
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     AttentionStyle,
@@ -121,15 +122,12 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
     ]
     return tuple(
         Series(
-            model=str(row["model"]),
-            attention=row["attention"],
-            k=k,
-            length=int(row["length"]),
+            model=str(row["model"]), attention=row["attention"], k=k, length=int(row["length"]),
             label=label if labels.count(label) == 1 else f"{label} {path_tail(str(row['model']), paths)}",
             style=style,
         )
         for row, k, label, style in zip(rows, ks, labels, styles, strict=True)
-    )
+    )  # fmt: skip
 
 
 def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
@@ -198,6 +196,30 @@ def layer_boxes(
     ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
 
 
+def layers_span(symbol: str, tables: Iterable[pd.DataFrame]) -> str:
+    """Return in words between which layers' medians a quantity in nats lies."""
+    rows = pd.concat(tables, ignore_index=True)
+    medians, layers = rows["p50"][np.isfinite(rows["p50"])], rows["layer"]
+    if medians.empty:
+        return f"{symbol} undefined"
+    low, high = medians.idxmin(), medians.idxmax()
+    most = f" to {significant(medians[high], 2)} in layer {layers[high]}" * (low != high)
+    return f"median {symbol} of {significant(medians[low], 2)} nats in layer {layers[low]}{most}"
+
+
+def kinds_of(series: Sequence[Series]) -> list[str]:
+    """Return the kinds of attention of a panel's models, with their k where one kind has several models."""
+    names = [each.style.name for each in series]
+    return [each.label if names.count(name) > 1 else name for each, name in zip(series, names, strict=True)]
+
+
+def layers_with(series: Sequence[Series], holds: Sequence["pd.Series[bool]"]) -> str:
+    """Return in how many layers something holds of each model, like ``4 of 5 layers with top-k``."""
+    counts = [f"{of.sum()} of {len(of)}" for of in holds]
+    said = [f"{count} with {kind}" for count, kind in zip(counts, kinds_of(series), strict=True)]
+    return ", ".join(said).replace(" with", " layers with", 1)
+
+
 def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
     """Set a logarithmic y axis with some room at both ends."""
     ax.set_yscale("log")
@@ -220,34 +242,21 @@ def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, fl
     raise NothingToDrawError(nothing)
 
 
-_DARK = 0.55
-
-
-CELLS = "Blues"  # one hue: grey and hatches mean that nothing was measured
-
-
-def hatch_missing(ax: Axes) -> None:
-    """Hatch the cells that are not finite."""
-    ax.patch.set(facecolor="#f2f2f2", edgecolor="#bbbbbb", hatch="////")
-    ax.grid(visible=False)
+_DARK = 0.55  # share of the scale, above which a cell's text is white
 
 
 def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[float], str] | None = None) -> None:
-    """Draw cells, hatched where they are not finite, with a colour bar."""
-    image = ax.imshow(cells, cmap=CELLS, norm=scale, aspect="auto", interpolation="none")
-    hatch_missing(ax)
+    """Draw cells in one hue, hatched where they are not finite, with a colour bar."""
+    image = ax.imshow(cells, cmap="Blues", norm=scale, aspect="auto", interpolation="none")
+    ax.patch.set(facecolor="#f2f2f2", edgecolor="#bbbbbb", hatch="////")  # seen where nothing was measured
+    ax.grid(visible=False)
     for (row, column), value in np.ndenumerate(cells) if text else ():
         if text and np.isfinite(value):
-            color = ink(scale(max(value, scale.vmin or 0)))
+            color = "white" if scale(max(value, scale.vmin or 0)) > _DARK else "black"
             ax.text(column, row, text(value), ha="center", va="center", fontsize=9, color=color)
     bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
     bar.ax.tick_params(labelsize=9)
     plain_numbers(bar.ax.yaxis)
-
-
-def ink(share: float) -> str:
-    """Return the colour of a cell's text, by its share of the scale, which is light below and dark above."""
-    return "white" if share > _DARK else "black"
 
 
 def name_cells(axis: Axis, names: Sequence[object], most: int = 12) -> None:

@@ -40,6 +40,7 @@ _FULL, _TOPK, _SHARED, _WINDOW, _BLOCKS, _RANDOM = "#3d3d3d", "#c2570c", "#0b66b
 INK, FAINT, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
 _SMALL = 9.0  # points: 12 pixels of a page
 _LETTERS_PER_INCH = 17.5  # of 7-point text
+_FEW_LETTERS = 8  # of the numbers beside an axis: names take room of their own
 _LAYER_INCHES = 0.3  # for a number of two digits and room beside it
 
 PAPER: dict[Any, Any] = {
@@ -212,7 +213,9 @@ def panel_inches(ax: Axes) -> float:
     """Return roughly the width of a panel in inches, without its labels."""
     place = ax.get_subplotspec()
     columns = 1 if place is None else place.get_gridspec().ncols
-    return page_width() / columns - (1.0 if _STACKED.get() else 0.55)
+    names = max(len(label.get_text()) for each in ax.figure.axes for label in each.get_yticklabels() or [Text()])
+    room = page_width() - max(0, names - _FEW_LETTERS) * 9 / 7 / _LETTERS_PER_INCH
+    return room / columns - (1.0 if _STACKED.get() else 0.55)
 
 
 def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
@@ -386,6 +389,7 @@ class Range(NamedTuple):
     """The 5th to 95th percentile, over a model's heads, of each head's median over queries."""
 
     model: str
+    tokens: int  # of its longest text
     low: float
     high: float
 
@@ -396,7 +400,7 @@ def reference_ranges(quantity: str) -> tuple[Range, ...]:
     with files("semdiag.presenting.drawing").joinpath("reference_ranges.csv").open(encoding="utf-8") as file:
         table = pd.read_csv(file)
     rows = table[(table["quantity"] == quantity) & table["model"].isin(_MODELS)].to_dict("records")
-    return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in rows)
+    return tuple(Range(str(row["model"]), int(row["tokens"]), float(row["p5"]), float(row["p95"])) for row in rows)
 
 
 def other_ranges(quantity: str, models: Iterable[str]) -> list[Range]:
@@ -409,10 +413,13 @@ def draw_band(ax: Axes, quantity: str, models: Iterable[str]) -> None:
     """Shade the range of other models behind a panel."""
     if ranges := other_ranges(quantity, models):
         low, high = min(each.low for each in ranges), max(each.high for each in ranges)
-        label = f"heads of {' and '.join(each.model for each in ranges)}"
+        label = f"heads of {' and '.join(f'{each.model} ({each.tokens:,} tokens)' for each in ranges)}"
         ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
 
 
 def reference_words(quantity: str, models: Iterable[str]) -> str:
-    """Return the ranges of other models in words, like ``2–6.1 (MiniLM), 5.8–16 (SmolLM2)``."""
-    return ", ".join(f"{each.low:g}–{each.high:g} ({each.model})" for each in other_ranges(quantity, models))
+    """Return the ranges of other models in words, like ``11–26 (SmolLM2, 2,048 tokens)``."""
+    return ", ".join(
+        f"{each.low:g}–{each.high:g} ({each.model}, {each.tokens:,} tokens)"
+        for each in other_ranges(quantity, models)
+    )

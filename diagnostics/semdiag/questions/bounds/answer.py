@@ -30,8 +30,8 @@ from semdiag.measuring.words import counted, finite, number, plain
 from semdiag.presenting.answer import (
     Answer,
     Glance,
-    Heading,
     Outcome,
+    heading,
     title,
     top_words,
     verdict_line,
@@ -305,11 +305,8 @@ _PAIR = (
     Column("answer", "mask better?", plain, drop=NEVER),
 )  # fmt: skip
 _ANSWERS = {
-    Verdict.HOLDS: "yes",
-    Verdict.VIOLATED: "no",
-    Verdict.NOT_MET: "not met",
-    Verdict.NOTHING: "inconclusive",
-}
+    Verdict.HOLDS: "yes", Verdict.VIOLATED: "no", Verdict.NOT_MET: "not met", Verdict.NOTHING: "inconclusive",
+}  # fmt: skip
 
 
 def _shown(findings: Findings, model: str) -> Iterator[str | NumberTable]:
@@ -414,7 +411,7 @@ def corollary_conditions(findings: Findings) -> Figure:
     note_below(
         figure,
         "A cell counts pairs. Blue: the mask has the better guarantee in all of them; orange: full attention has; "
-        "grey: neither, or it cannot be told. W and X: the conditions in the weights and in the input. "
+        "grey: neither, or inconclusive. W and X: the conditions in the weights and in the input. "
         f"{HEURISTIC[0].upper()}{HEURISTIC[1:]}, separation at the mirrored percentiles (25, 10, 5, 0).",
     )
     return figure
@@ -439,30 +436,18 @@ _HEURISTIC = (
     "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper does: "
     "that is a heuristic, not a theorem about any one query."
 )
-HEADINGS = (
-    Heading(
-        "constants",
-        "How far below their bounds are the slopes of the loss?",
-        (),
-        (
-            "A constant is the largest over the evaluated inputs at this checkpoint: it bounds the gradient there "
-            "and is not a Lipschitz constant of a region. Gradient and secant are lower bounds of the true "
-            "constant.",
-            "The paper's form is one value for all evaluated inputs, for its own equations (post-norm, no "
-            "biases). Where a model differs, the verdict says so: there the paper's theorem claims nothing.",
-        ),
-    ),
-    Heading(
-        "corollary",
-        "Does the mask have the better guarantee?",
-        (corollary_conditions,),
-        (
-            _HEURISTIC,
-            "The sound comparison in W never favours a heavy-hitter mask: the worst-case constant of full "
-            "attention does not depend on its δ. Faster learning of a top-k model cannot follow from it.",
-            "Fixed masks (banded, local blocks, random) are a control: their constants differ from those of full "
-            "attention only in δ, k and load, and ignore what the tokens mean. The paper's numbers are those "
-            "it prints, k = 5.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "constants", "How far below their bounds are the slopes of the loss?", (),
+    "A constant is the largest over the evaluated inputs at this checkpoint: it bounds the gradient there and is "
+    "not a Lipschitz constant of a region. Gradient and secant are lower bounds of the true constant.",
+    "The paper's form is one value for all evaluated inputs, for its own equations (post-norm, no biases). Where "
+    "a model differs, the verdict says so: there the paper's theorem claims nothing.",
+) + heading(
+    "corollary", "Does the mask have the better guarantee?", (corollary_conditions,),
+    _HEURISTIC,
+    "The sound comparison in W never favours a heavy-hitter mask: the worst-case constant of full attention does "
+    "not depend on its δ. Faster learning of a top-k model cannot follow from it.",
+    "Fixed masks (banded, local blocks, random) are a control: their constants differ from those of full "
+    "attention only in δ, k and load, and ignore what the tokens mean. The paper's numbers are those it prints, k "
+    "= 5.",
+)  # fmt: skip

@@ -27,7 +27,7 @@ from semdiag.measuring.encoders.network_constants import (
 from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_inputs
 from semdiag.measuring.encoders.weights import NamedTensor, named_tensors, not_finite
 from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.table import ALL, Table
+from semdiag.measuring.table import ALL, Table, columns_of
 from semdiag.questions.bounds import BoundsPlan
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64
@@ -35,12 +35,7 @@ from semdiag_models.training import with_float64
 PROJECTIONS = Table(
     "projections",
     "One row per head of an external model: Γ and Υ, or why they are not available.",
-    {
-        "model": "str",
-        **dict.fromkeys(("layer", "head"), "int64"),
-        **dict.fromkeys(("gamma", "upsilon"), "float64"),
-        "reason": "str",
-    },
+    columns_of("model str; layer head int64; gamma upsilon float64; reason str"),
 )
 
 _TOLERANCE = 1e-4  # relative, between what a layer returned and what attention was given
@@ -285,29 +280,19 @@ CONSTANTS = Table(
     "constants",
     "One row per constant of the theory and form; layer and head may be ALL. ln_value is the largest over "
     "the inputs, ln_finite that of the inputs whose constant is finite, infinite how many have none.",
-    {
-        "model": "str",
-        **dict.fromkeys(("layer", "head"), "int64"),
-        **dict.fromkeys(("quantity", "form"), "str"),
-        **dict.fromkeys(("ln_value", "ln_finite"), "float64"),
-        "infinite": "int64",
-        "holds": "bool",
-        "assumptions": "str",
-    },
+    columns_of(
+        "model str; layer head int64; quantity form str; ln_value ln_finite float64; infinite int64; holds bool; "
+        "assumptions str"
+    ),
 )
 PARAMETERS = Table(
     "parameters",
     "One row per parameter tensor: bounds beside measured slopes, natural logarithms; infinite: of how many "
     "inputs the sound constant is. ln_local and ln_point (of queries and keys, else NaN) bound the gradient.",
-    {
-        **dict.fromkeys(("model", "tensor"), "str"),
-        "layer": "int64",
-        "group": "str",
-        **dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_point"), "float64"),
-        **dict.fromkeys(("ln_gradient", "ln_secant"), "float64"),
-        "infinite": "int64",
-        "holds": "bool",
-    },
+    columns_of(
+        "model tensor str; layer int64; group str; ln_sound ln_paper ln_local ln_point ln_gradient ln_secant "
+        "float64; infinite int64; holds bool"
+    ),
 )
 
 SAMPLES = 100
@@ -360,18 +345,14 @@ def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
     weights, trace, sound = block.weights, block.trace, block.sound
     token = trace.token_norm.max()
     measured = {
-        "gamma": weights.gamma,
-        "upsilon": weights.upsilon,
-        "token_norm": token[None],
-        "query_norm": query_norm(token, query_bias=True)[None],
-        "score_reach": trace.score_reach.max()[None],
+        "gamma": weights.gamma, "upsilon": weights.upsilon, "token_norm": token[None],
+        "query_norm": query_norm(token, query_bias=True)[None], "score_reach": trace.score_reach.max()[None],
         "mlp_in": torch.as_tensor(sound.mlp.weight_in)[None],
         "mlp_out": torch.as_tensor(sound.mlp.weight_out)[None],
-        "mlp_token_norm": trace.mlp_token_norm.max()[None],
-        "mlp_hidden_norm": trace.hidden_norm.max()[None],
+        "mlp_token_norm": trace.mlp_token_norm.max()[None], "mlp_hidden_norm": trace.hidden_norm.max()[None],
         "norm_lipschitz_attention": torch.as_tensor(sound.attention_norm).max()[None],
         "norm_lipschitz_mlp": torch.as_tensor(sound.mlp_norm).max()[None],
-    }
+    }  # fmt: skip
     for name, values in measured.items():
         yield from _constant_rows(layer, name, "measured", log(values))
     for name, values in weights.paper_code_norms().items():
@@ -398,16 +379,11 @@ def _constant_rows(
     finite = each.masked_fill(infinite, -math.inf).amax(0).where(~infinite.all(0), math.nan)
     for head, value in enumerate(each.amax(0).tolist()):
         yield {
-            "layer": layer,
-            "head": head if quantity in _PER_HEAD else ALL,
-            "quantity": quantity,
-            "form": form,
-            "ln_value": value,
-            "ln_finite": finite[head].item(),
-            "infinite": int(infinite[:, head].sum()),
+            "layer": layer, "head": head if quantity in _PER_HEAD else ALL, "quantity": quantity, "form": form,
+            "ln_value": value, "ln_finite": finite[head].item(), "infinite": int(infinite[:, head].sum()),
             "holds": all(a.holds for a in assumptions),
             "assumptions": "; ".join(dict.fromkeys(str(a) for a in assumptions if not a.holds)),
-        }
+        }  # fmt: skip
 
 
 def _network_rows(forms: NetworkForms, local: LocalBounds | None) -> Iterator[Row]:
@@ -432,18 +408,13 @@ def _parameter_rows(
         slope = slopes.get(tensor.name, unmeasured)
         paper = tensor.layer >= 0 and tensor.name.endswith(_PAPER_TENSORS)
         yield {
-            "tensor": tensor.name,
-            "layer": tensor.layer,
-            "group": tensor.group,
+            "tensor": tensor.name, "layer": tensor.layer, "group": tensor.group,
             "ln_sound": float(forms.log_sound[tensor.bound]),
             "ln_paper": float(forms.log_paper[tensor.bound]) if paper else math.nan,
             "ln_local": math.nan if local is None else local.tensors[tensor.name],
-            "ln_point": point.get(tensor.name, math.nan),
-            "ln_gradient": slope.log_gradient,
-            "ln_secant": slope.log_secant,
-            "infinite": forms.infinite[tensor.bound],
-            "holds": forms.sound.holds,
-        }
+            "ln_point": point.get(tensor.name, math.nan), "ln_gradient": slope.log_gradient,
+            "ln_secant": slope.log_secant, "infinite": forms.infinite[tensor.bound], "holds": forms.sound.holds,
+        }  # fmt: skip
 
 
 def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -476,10 +447,7 @@ def _measure(subject: Subject, plan: BoundsPlan, prepared: Any) -> Mapping[str, 
 
 
 PROBE = Probe(
-    "bounds",
-    BoundsPlan,
-    (CONSTANTS, PARAMETERS, PROJECTIONS),
-    _measure,
+    "bounds", BoundsPlan, (CONSTANTS, PARAMETERS, PROJECTIONS), _measure,
     provenance=lambda plan, samples, few: {"bound_samples": min(SAMPLES, samples)},
     reported=lambda options: BoundsPlan(),
-)
+)  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.options import option
+from semdiag.presenting.options import chosen, option
 from semdiag.presenting.question import Asked, Question
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ComparePlan:
     """What a model is compared with."""
 
-    top: Annotated[int, option("k of the top-k keys whose overlap is shown.")] = 8
+    top: int = chosen(8, "k of the top-k keys whose overlap is shown.")
     base: "LoadedModel | None" = None  # None: the model itself, where nothing changes
     dtype: "torch.dtype | None" = None  # number format of the base; None: that of the model
 

@@ -22,7 +22,7 @@ from semdiag.measuring.words import (
     text,
     whole_percent,
 )
-from semdiag.presenting.answer import Answer, Folded, Glance, Heading, Outcome, with_facts
+from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -291,16 +291,10 @@ def _draw(ax: Axes, heads: pd.DataFrame, name: str) -> None:
     ax.set_ylabel("head")
 
 
-HEADINGS = (
-    Heading(
-        "compare",
-        "What changed from the base to the model?",
-        (compare_map,),
-        (
-            "Each model runs by itself: from the second layer on, a head's change includes that of its input. It "
-            "does not say which weights were changed.",
-            "The weights follow from the queries and keys of each model, without what a kernel rounds in its "
-            "softmax. Both parts of the output's change add up to it as vectors; their norms do not.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "compare", "What changed from the base to the model?", (compare_map,),
+    "Each model runs by itself: from the second layer on, a head's change includes that of its input. It does not "
+    "say which weights were changed.",
+    "The weights follow from the queries and keys of each model, without what a kernel rounds in its softmax. "
+    "Both parts of the output's change add up to it as vectors; their norms do not.",
+)  # fmt: skip

@@ -27,8 +27,9 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.compare import ComparePlan
+from semdiag.questions.k_sweep.rerun import output_notes
 from semdiag_models import Encoder, InputError
 from semdiag_models.reading import require_memory
 from semdiag_models.training import find_device, with_float64
@@ -38,12 +39,10 @@ COMPARED_OUTPUTS = Table(
     "One row per sample: what the model answers, beside its base. Sums over the sample's targets (loss_base and "
     "loss, nats) and over its positions with a distribution (predictions; changed; divergence KL(base || model), "
     "nats); output_change: norm of the change of its outputs relative to their norm in the base.",
-    {
-        **dict.fromkeys(("model", "base"), "str"),
-        "sample": "int32",
-        **dict.fromkeys(("targets", "predictions", "changed"), "int64"),
-        **dict.fromkeys(("loss_base", "loss", "divergence", "output_change"), "float64"),
-    },
+    columns_of(
+        "model base str; sample int32; targets predictions changed int64; loss_base loss divergence output_change "
+        "float64"
+    ),
 )
 _SUMS = ("targets", "predictions", "changed", "loss", "divergence")
 
@@ -60,18 +59,10 @@ class Outputs:
     @property
     def notes(self) -> list[tuple[str, str]]:
         """Return remarks on how outputs were compared, each with a code."""
-        notes, reader = [], self._reader
         if self.reason:
-            notes.append((f"outputs are not compared: {self.reason}", "outputs-not-compared"))
-        elif reader is not None and reader.others:
-            notes.append((f"of its outputs {reader.others}", "outputs-compared"))
-        elif reader is not None and reader.reason:
-            text = f"logits are compared as outputs, not as a distribution: {reader.reason}"
-            notes.append((text, "logits-as-outputs"))
-        elif reader is not None and reader.loss:
-            text = f"the loss that is compared is the cross-entropy of logits and labels: {reader.loss}"
-            notes.append((text, "loss-of-logits"))
-        return notes
+            return [(f"outputs are not compared: {self.reason}", "outputs-not-compared")]
+        reader = self._reader
+        return [] if reader is None else output_notes(reader.others, reader.unread, reader.reason, reader.loss)
 
     def prepare(self, batch: Batch, labels: Tensor | None, run_base: Callable[[Batch], Any]) -> None:
         """Learn from the first batch how to read outputs."""
@@ -122,18 +113,13 @@ def _changes(before: Answers, after: Answers) -> dict[str, Any]:
 def own_copy(call: AttentionCall) -> AttentionCall:
     """Return a copy of a call without its L × L scores, in memory of its own."""
     return replace(
-        call,
-        q=_copy(call.q),
-        k=_copy(call.k),
-        v=_copy(call.v),
+        call, q=_copy(call.q), k=_copy(call.k), v=_copy(call.v),
         allowed=None if call.allowed is None else _narrow(call.allowed),
         queries=None if call.queries is None else _copy(call.queries),
-        selected=None if call.selected is None else _copy(call.selected),
-        mixed=_copy(call.mixed[..., :0]),
+        selected=None if call.selected is None else _copy(call.selected), mixed=_copy(call.mixed[..., :0]),
         bias=None if call.bias is None else _narrow(call.bias),
-        sinks=None if call.sinks is None else _copy(call.sinks),
-        fully_masked=None,
-    )
+        sinks=None if call.sinks is None else _copy(call.sinks), fully_masked=None,
+    )  # fmt: skip
 
 
 class KeptCalls:
@@ -291,16 +277,12 @@ def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
     overlap = overlaps(*chosen)[0].view(counts.shape).to(counts.device)
     variation = total_variation(base.weights, other.weights)
     terms = {
-        "queries": torch.ones_like(variation),
-        "total_variation": variation,
-        "largest": variation,
-        "dispersion_base": base.dispersion,
-        "dispersion": other.dispersion,
-        "moved": (other.dispersion - base.dispersion).abs(),
-        "top_queries": dropping.double(),
+        "queries": torch.ones_like(variation), "total_variation": variation, "largest": variation,
+        "dispersion_base": base.dispersion, "dispersion": other.dispersion,
+        "moved": (other.dispersion - base.dispersion).abs(), "top_queries": dropping.double(),
         "overlap": overlap.where(dropping, 0.0),
         **{name: values.square().sum(-1) for name, values in norms.items()},
-    }
+    }  # fmt: skip
     masked = {name: values.where(counts, 0.0) for name, values in terms.items()}
     return masked | {"left_out": (base.attending != other.attending).double()}
 
@@ -514,14 +496,9 @@ def compare_survey(
     dtypes = DTYPES[of_base.dtype], DTYPES[of_other.dtype]
     announce("one sample of both", 0)
     compare(
-        base,
-        other,
-        list(first_samples(inputs.batches, 1)),
-        top,
-        labels=inputs.labels,
-        device=device,
+        base, other, list(first_samples(inputs.batches, 1)), top, labels=inputs.labels, device=device,
         dtypes=dtypes,
-    )
+    )  # fmt: skip
     parts = [survey([base], replace(of_base, plans=()), announce, after_batch, own=True, given=inputs)]
     if has_diverged(parts[0]):
         raise InputError(f"{base.path} cannot be compared: its attention scores are not finite numbers.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.options import option
+from semdiag.presenting.options import chosen
 from semdiag.presenting.question import Asked, Question
 
 
@@ -16,14 +16,10 @@ from semdiag.presenting.question import Asked, Question
 class ConvergencePlan:
     """What is measured of training runs."""
 
-    targets: Annotated[  # by task; of an empty name: for all others
-        tuple[tuple[str, float], ...],
-        option(
-            "Training accuracy that counts as having learned. TASK=0.35 sets it for one task; repeatable.",
-            "--target", metavar="FLOAT,TASK=FLOAT", show_default="0.95",
-        ),
-        options.targets,
-    ] = ()  # fmt: skip
+    targets: tuple[tuple[str, float], ...] = chosen(  # by task; of an empty name: for all others
+        (), "Training accuracy that counts as having learned. TASK=0.35 sets it for one task; repeatable.",
+        "--target", metavar="FLOAT,TASK=FLOAT", show_default="0.95", read=options.targets,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         from semdiag_models.reading import InputError

@@ -11,12 +11,11 @@ from semdiag.mathematics.censored import kaplan_meier_median, logrank_p, median_
 from semdiag.measuring.findings.estimates import known_rows
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import ratio_interval
-from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.training_runs import NOT_BEGUN, TARGET, UNFINISHED, epochs_to, setting_labels
 from semdiag.measuring.words import interval, percent, plain, text, two_decimals
-from semdiag.presenting.answer import MOST, Answer, measured_glance, with_run_facts
+from semdiag.presenting.answer import MOST, Answer, heading, measured_glance, with_run_facts
 from semdiag.presenting.tables import NEVER, Column, NumberTable
-from semdiag.questions.learning import reach_sentences
+from semdiag.questions.learning import reach_sentences, target_of, training_curves
 
 _FEWEST_FOR_LOGRANK = 3  # runs on either side; with fewer no p-value is small
 _IDENTITY = ["setting", "kind", "attention", "seed"]
@@ -44,12 +43,6 @@ _ARRIVAL_COLUMNS = (
     "group", "task", "attention", "kind", "seed", "target", "arrival", "epochs", "planned", "state",
     "train_accuracy", "holdout_accuracy", "best_holdout_accuracy", "best_epoch", "gap", "model", "setting",
 )  # fmt: skip
-
-
-def target_of(measurements: Measurements, task: str) -> float:
-    """Return the training accuracy that counts as having learned a task."""
-    general = measurements.provenance.get("target", TARGET)
-    return float(measurements.provenance.get("targets", {}).get(task, general))
 
 
 def _arrival(history: pd.DataFrame, target: float) -> dict[str, Any]:
@@ -134,18 +127,15 @@ def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {
                 **{name: runs[name].iloc[0] for name in ("group", "task", "attention", "kind")},
-                "seeds": len(runs),
-                "arrived": int(arrived.sum()),
+                "seeds": len(runs), "arrived": int(arrived.sum()),
                 "median_epochs": kaplan_meier_median(last_epochs.tolist(), arrived.tolist()),
-                "epochs_low": epochs.interval_low,
-                "epochs_high": epochs.interval_high,
-                "coverage": epochs.coverage,
-                **_speed_up_over_seeds(pairs_of_runs),
+                "epochs_low": epochs.interval_low, "epochs_high": epochs.interval_high,
+                "coverage": epochs.coverage, **_speed_up_over_seeds(pairs_of_runs),
                 "logrank_p": _logrank(full, runs) if runs["attention"].iloc[0] != "full" else math.nan,
                 "best_holdout_accuracy": float(runs["best_holdout_accuracy"].median()),
                 "gap": float(runs["gap"].median()),
             }
-        )
+        )  # fmt: skip
     return pd.DataFrame(rows, columns=_OVER_SEEDS)
 
 
@@ -169,21 +159,6 @@ def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:
         for side in (full, other)
     )
     return logrank_p(*sides)
-
-
-FEWEST_FOR_MEDIAN = 3  # the median of two runs would be an accuracy that no run had
-
-
-def seed_curves(findings: Findings, runs: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Join the curves of several seeds; a run that stopped at the target keeps its last value."""
-    history = findings.measurements.history[findings.measurements.history["model"].isin(runs["model"])]
-    by_run = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
-    if len(by_run.columns) < FEWEST_FOR_MEDIAN:
-        return by_run, pd.DataFrame()
-    arrived = runs.loc[runs["arrival"].notna(), "model"]
-    by_run = by_run.assign(**by_run[[*arrived]].ffill()).dropna()
-    median = by_run.quantile(0.5, axis=1, interpolation="lower").to_frame()
-    return median, pd.DataFrame({"low": by_run.min(axis=1), "high": by_run.max(axis=1)})
 
 
 _RESAMPLES = 200
@@ -210,9 +185,9 @@ def run_statistics(findings: Findings) -> pd.DataFrame:
 
 
 _ARRIVAL = (
-    *("target", "arrival", "epochs", "planned", "state", "train_accuracy", "holdout_accuracy"),
-    *("best_holdout_accuracy", "best_epoch", "gap"),
-)
+    "target", "arrival", "epochs", "planned", "state", "train_accuracy", "holdout_accuracy",
+    "best_holdout_accuracy", "best_epoch", "gap",
+)  # fmt: skip
 
 
 def target_words(findings: Findings) -> str:
@@ -291,7 +266,8 @@ def convergence_in_short(findings: Findings) -> list[str]:
         }
         kinds = [row["attention"] for row in by_speed]
         parts = [f"{kind} {arrived[kind]}{speeds.get(kind, '')}" for kind in kinds]
-        sentences.append(f"{group}: {start} to {target} training accuracy: {'; '.join(parts)}.")
+        sentences.append(f"{group}: {start} to {target} training accuracy: {parts[0]}.")
+        sentences += [f"{group}, the others: {'; '.join(parts[1:])}."] if parts[1:] else []
     return sentences + reach_sentences(findings) + _reservations(findings, runs)
 
 
@@ -362,3 +338,13 @@ def answer(findings: Findings) -> Answer:
         },
         shown=[*shown, *headline[max(MOST, found["group"].nunique()) :]],
     )
+
+
+HEADINGS = heading(
+    "convergence", "Which attention learns faster, and by how much?", (training_curves,),
+    "Runs that never reach the target are censored, not dropped: medians of epochs are Kaplan–Meier estimates, "
+    "those of speed-ups ranges. Intervals over seeds are order statistics, with their confidence; one seed has "
+    "none.",
+    "Epochs are counted, not seconds. Dispersion and speed are both measured after training: that they go "
+    "together does not show that one causes the other.",
+)  # fmt: skip

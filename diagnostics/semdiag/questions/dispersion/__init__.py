@@ -15,5 +15,4 @@ QUESTION = Question(
     """,
     takes=("k", "every", *SAMPLING),
     leave_out=(),
-    beside=("within",),
 )

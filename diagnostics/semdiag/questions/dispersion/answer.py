@@ -1,11 +1,9 @@
 """Dispersion δ by layer and head, paired with full attention, and the initialisation it came from."""
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from semdiag.capturing.attention_call import DENSE, FIXED_MASKS, external
 from semdiag.measuring.findings.estimates import (
     Percentile,
     by_layer,
-    counterfactual_ks,
     in_part,
     known_rows,
     pooled_percentiles,
@@ -39,10 +36,9 @@ from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, perce
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.percentile_tables import percentile_tables
-from semdiag_models import InputError, TrainingConfig, configure, find_task, read_checkpoint
+from semdiag_models import InputError
 
 GATED = ("p50", "p75", "p90", "p95")
-_USUAL_K = 5  # the paper's
 NO_NUMBER = "because a δ there is not a number"
 SHOWN = (*GATED, "p100")  # p100 is a single query: printed, not gated
 
@@ -83,8 +79,8 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
     if alone:
         raise InputError(
             f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size, setting and "
-            f"snapshot are needed{_nearest(models, alone[0])}. Train the other one with: "
-            f"{partner_command(alone[0])}."
+            f"snapshot are needed{_nearest(models, alone[0])}. Train the other one with semdiag train, and the "
+            "options of this one, which semdiag info shows."
         )
     if not pairs:
         raise InputError(
@@ -123,41 +119,6 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
     least, other = min(differing, key=lambda entry: len(entry[0]))
     return f" ({other} differs from it in {'; '.join(least)})"
 
-
-def partner_command(model: str) -> str:
-    """Return the command that trains the counterpart of a full or top-k model."""
-    try:
-        stored = read_checkpoint(Path(model))
-        chosen = (
-            {}
-            if stored.model.attention == "topk"
-            else {"attention": "topk", "k": min(_USUAL_K, stored.model.length)}
-        )
-        optimizer = {"optimizer": stored.training.optimizer}  # on which the usual learning rate depends
-        usual = configure(find_task(stored.training.task_label), {**chosen, **optimizer})
-    except InputError:
-        return "semdiag train"
-    words = ["semdiag", "train", stored.training.task]
-    for name, value in chosen.items():
-        words += [f"--{name}", str(value)]
-    stored_values, recipe = ({**vars(a), **vars(b)} for a, b in ((stored.model, stored.training), usual))
-    recipe["optimizer"] = TrainingConfig.optimizer
-    if stored_values.pop("least_length") is not None:
-        stored_values["length"] = f"{stored.training.least_length}:{stored.training.length}"
-    for name, value in stored_values.items():
-        if name in _NO_OPTIONS or value == recipe[name]:
-            continue
-        words.append("--compile" if name == "compiled" else f"--{name.replace('_', '-')}")
-        if value is not True:
-            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
-    return shlex.join(words)
-
-
-# What differs in the counterpart, and what follows from the task.
-_NO_OPTIONS = (
-    *("attention", "k", "score_gradient", "vocabulary_size", "classes", "first_norm_eps", "selection_seed"),
-    "task",
-)
 
 _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
 
@@ -232,17 +193,11 @@ class PairComparison:
         """Return the comparison as plain values."""
         gate, ratio = self.gate, self.ratio
         return {
-            "label": gate.pair.label,
-            "snapshot": self.snapshot,
-            "full": gate.pair.full,
-            "topk": gate.pair.other,
-            "dispersion_full": gate.full,
-            "dispersion_topk": gate.topk,
-            "passed": gate.passed,
-            "failed": list(gate.failed),
-            "unknown": list(gate.unknown),
+            "label": gate.pair.label, "snapshot": self.snapshot, "full": gate.pair.full, "topk": gate.pair.other,
+            "dispersion_full": gate.full, "dispersion_topk": gate.topk, "passed": gate.passed,
+            "failed": list(gate.failed), "unknown": list(gate.unknown),
             "median_ratio": {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high, "confidence": 0.95},
-        }
+        }  # fmt: skip
 
 
 def pair_comparisons(findings: Findings) -> list[PairComparison]:
@@ -405,8 +360,6 @@ _NOT_JUDGED = "Pairs of models are not judged: a verdict needs every query, but 
 def dispersion_in_short(findings: Findings) -> list[str]:
     """Return sentences on δ_h < δ_s by pair, and on fixed masks; for external models, on each by itself."""
     if external(findings.measurements.models).all():
-        if counterfactual_ks(findings.measurements.queries):  # the section on a top-k mask has these sentences
-            return []
         return [span_sentence(findings, model) for model in findings.measurements.models["model"]]
     sentences = [comparison.sentence for comparison in findings(pair_comparisons)]
     ratios = [f"{pair.label} {ratio:.2g} times" for pair, ratio in findings(fixed_mask_ratios)]

@@ -1,5 +1,7 @@
 """Figures: its figures, sentences and tables."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,8 +16,11 @@ from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
     Panel,
+    Series,
     cumulative_curve,
     layer_boxes,
+    layers_span,
+    layers_with,
     logarithmic_limits,
     panels_of,
     positive_range,
@@ -43,7 +48,7 @@ from semdiag.questions.dispersion.answer import (
     "Ratio of the dispersion of sparse models to that of full attention per layer, median and 95th percentile, "
     "with 95% intervals and a line at 1: {shown}.",
     "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ. If a bar, a 95% "
-    "interval from resampling whole sequences, crosses 1, these inputs do not settle the question.",
+    "interval from resampling whole sequences, crosses 1, the layer is inconclusive.",
 )
 def dispersion_ratio(findings: Findings) -> Figure:
     """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
@@ -64,20 +69,25 @@ def dispersion_ratio(findings: Findings) -> Figure:
             ax.set_ylim(ends[0] / 1.1, ends[1] * 1.1)
         plain_numbers(ax.yaxis)
         ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
-        _draw(ax, panel, ratios[ratios["percentile"] == percentile])
         which = "median" if percentile == 50 else f"p{percentile}"
-        ax.set_title(f"{panel.title}: {which}")
+        found = _draw(ax, panel, ratios[ratios["percentile"] == percentile])
+        ax.set_title(f"{panel.title}, {which}: below 1 in {found}")
         if percentile == RATIO_PERCENTILES[0]:
             ax.set_ylabel("δ of sparse / δ of full attention")
     return finished(
-        figure, "bars: 95% intervals, whole sequences resampled; below 1 = more focused than full attention"
+        figure,
+        "bars: 95% intervals, whole sequences resampled; a layer counts if its whole bar is below 1: more focused "
+        "than full attention",
     )
 
 
-def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
-    sparse = [series for series in panel.series if series.attention != "full"]
+def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> str:
+    """Draw the ratios of a panel's sparse models; return in how many layers each is surely below 1."""
+    sparse = [series for series in panel.series if series.model in set(ratios["model"])]
+    below = []
     for place, series in enumerate(sparse):
         rows = ratios[ratios["model"] == series.model].dropna(subset=["ratio"])
+        below.append(rows["high"].fillna(rows["ratio"]) < 1)
         control = series.attention != "topk"
         color = lightened(series.style.color, 0.35) if control else series.style.color
         ax.errorbar(
@@ -88,6 +98,7 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
             label=series.label + (", control" if control else ""),
         )  # fmt: skip
     number_layers(ax, sorted(ratios["layer"].unique()))
+    return layers_with(sparse, below)
 
 
 @drawing(
@@ -198,13 +209,23 @@ def dispersion_by_layer(findings: Findings) -> Figure:
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         logarithmic_limits(ax, low, high)
-        layer_boxes(ax, [(s.label, s.style, tables[s.model]) for s in panel.series if s.model in tables])
+        series = [each for each in panel.series if each.model in tables]
+        layer_boxes(ax, [(each.label, each.style, tables[each.model]) for each in series])
         if elsewhere:
             draw_band(ax, "dispersion", tables)
-        ax.set_title(panel.title)
+        ax.set_title(f"{panel.title}: {_layers_found(series, tables)}")
     axes[0].set_ylabel("semantic dispersion δ (nats)")
     grey = ". Grey: median δ of 90% of the heads of other trained models" if elsewhere else ""
     return finished(figure, f"{READING}; marker: maximum{grey}")
+
+
+def _layers_found(series: Sequence[Series], tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return in how many layers sparse models have the smaller median δ; without full attention, its span."""
+    medians = [tables[each.model].set_index("layer")["p50"] for each in series]
+    if len(series) < 2 or [each.attention for each in series].count("full") != 1:
+        return layers_span("δ", [tables[each.model] for each in series])
+    below = [(own - medians[0]).dropna() < 0 for own in medians[1:]]  # full attention is the first
+    return f"median δ below full attention's in {layers_with(series[1:], below)}"
 
 
 HEADINGS = (

@@ -10,12 +10,12 @@ import pandas as pd
 from semdiag.capturing.loading import load
 from semdiag.measuring.measure import measure
 from semdiag.measuring.probe import Probe, Subject, percentiles
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 
 INITIALISATION = Table(
     "initialisation",
     "One row per run whose folder holds its initialisation: the median dispersion there (nats).",
-    {"model": "str", "samples": "int64", "dispersion": "float64"},
+    columns_of("model str; samples int64; dispersion float64"),
 )
 _FILE = "epoch-0.pt"
 
@@ -52,10 +52,6 @@ def _initialisation_of(subject: Subject) -> Path | None:
 
 
 PROBE = Probe(
-    name="the initialisation",
-    plan=InitialisationPlan,
-    tables=(INITIALISATION,),
-    measure=_measure,
-    reported=lambda options: InitialisationPlan(),
-    draws=True,
-)
+    name="the initialisation", plan=InitialisationPlan, tables=(INITIALISATION,), measure=_measure,
+    reported=lambda options: InitialisationPlan(), draws=True,
+)  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from semdiag.presenting import options
-from semdiag.presenting.options import option
+from semdiag.presenting.options import chosen
 from semdiag.presenting.question import SAMPLING, Asked, Question
 
 LARGEST_K = 48
@@ -19,54 +19,34 @@ class KSweepPlan:
         InputError: if a value is illegal.
     """
 
-    max_k: Annotated[
-        int | None,
-        option(
-            "Measure every k up to this one. Default: up to 48, or one less than the length of shorter inputs; of "
-            "external models every k up to 8, then every fourth, and those that are run."
-        ),
-    ] = None
-    rerun: Annotated[  # None: of external models, and where another field asks for it
-        bool | None,
-        option(
-            "Run the model with real masks, and show how its loss, its output distribution and its predictions "
-            "change. A control keeps as many keys at random. Default: of external models, and if one of the "
-            "following options is given.",
-            "--rerun/--no-rerun", show_default=False,
-        ),
-    ] = False  # fmt: skip
-    tolerance: Annotated[
-        float | None,
-        option(
-            "The largest change that counts as none. Default: 0.01 nats of loss; 0.05 where only the outputs are "
-            "known."
-        ),
-    ] = None
+    max_k: int | None = chosen(
+        None, "Measure every k up to this one. Default: up to 48, or one less than the length of shorter inputs; "
+        "of external models every k up to 8, then every fourth, and those that are run.",
+    )  # fmt: skip
+    rerun: bool | None = chosen(  # None: of external models, and where another field asks for it
+        False, "Run the model with real masks, and show how its loss, its output distribution and its predictions "
+        "change. A control keeps as many keys at random. Default: of external models, and if one of the following "
+        "options is given.", "--rerun/--no-rerun", show_default=False,
+    )  # fmt: skip
+    tolerance: float | None = chosen(
+        None, "The largest change that counts as none. Default: 0.01 nats of loss; 0.05 where only the outputs "
+        "are known.",
+    )  # fmt: skip
     budget: bool = False  # whether budgets by layer and head are looked for
-    ks: Annotated[
-        tuple[int, ...],
-        option("Which k to run, like 4,8,16. Default: growing steps.", "--k", metavar="K,K"),
-        options.whole_numbers,
-    ] = ()
-    kinds: Annotated[
-        tuple[str, ...],
-        option(
-            "Which kinds of sparse attention to run, of topk, topk-group, topk-layer, topk-4-layers, block-16, "
-            "block-32, block-64, window, topp, random, or of engines: tile-64x64, skip-8 … Default: topk and "
-            "random; of external models topk-layer, block-16 and window, too.",
-            metavar="KIND,KIND",
-        ),
-        options.listed_names,
-    ] = ()
-    lengths: Annotated[
-        tuple[int, ...],
-        option(
-            "Also cut the tokens of all texts, one behind the other, into pieces of these lengths, like 128,512, "
-            "and run each: does the k that is needed grow with the length?",
-            metavar="L,L",
-        ),
-        options.whole_numbers,
-    ] = ()
+    ks: tuple[int, ...] = chosen(
+        (), "Which k to run, like 4,8,16. Default: growing steps.",
+        "--k", metavar="K,K", read=options.whole_numbers,
+    )  # fmt: skip
+    kinds: tuple[str, ...] = chosen(
+        (), "Which kinds of sparse attention to run, of topk, topk-group, topk-layer, topk-4-layers, block-16, "
+        "block-32, block-64, window, topp, random, or of engines: tile-64x64, skip-8 … Default: topk and random; "
+        "of external models topk-layer, block-16 and window, too.", metavar="KIND,KIND", read=options.listed_names,
+    )  # fmt: skip
+    lengths: tuple[int, ...] = chosen(
+        (), "Also cut the tokens of all texts, one behind the other, into pieces of these lengths, like 128,512, "
+        "and run each: does the k that is needed grow with the length?",
+        metavar="L,L", read=options.whole_numbers,
+    )  # fmt: skip
     seconds: float | None = None  # without rerun: external models are run on what fits in so much time
     jobs: int = 1  # processes among which the masks of a rerun are divided
 

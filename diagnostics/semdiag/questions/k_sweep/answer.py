@@ -158,15 +158,15 @@ def _judged(top: Sequence[Row], again: pd.DataFrame, limit: float, unit: Unit) -
         row, many = stays, stays["units"]
         more = f"{round(stays['harmed'] * many)} of {units_of(stays)} change by more than "
         more += f"{unit.limit(HARM * limit, True)}, and {limit_of_share(stays['harmed_high'])}"
-        more += f": {counted(LEAST_SAMPLES, 'sample')} can tell" * (many < LEAST_SAMPLES)
+        more += f": inconclusive with fewer than {counted(LEAST_SAMPLES, 'sample')}" * (many < LEAST_SAMPLES)
     elif stays is not None and not sparse:
         row, more = stays, "no k of at most half of the keys was run"
     elif unknown := [each for each in (top[-1], last) if not math.isfinite(each["change"])]:
         row, more = unknown[0], "inconclusive: some outputs are no finite numbers"
     elif not costs(last, limit):
         needed = _samples_needed(last, limit)
-        more = f"{units_of(last)} cannot tell whether by more than {unit.limit(limit)}"
-        more += f"; about {needed:,} would" if needed and not last["chunk"] else ""
+        more = f"inconclusive against {unit.limit(limit)} with {units_of(last)}"
+        more += f"; about {needed:,} would decide" if needed and not last["chunk"] else ""
     elif stays is not None:
         answer = costly
         more = f"within {unit.limit(limit)} needs {stays['k']} ({stays['kept']:.0%} of the keys)"
@@ -321,7 +321,7 @@ def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator
         yield f"{what} are met most often by k = {best}, in {met[best]} of {cases}."
 
 
-_HELD = {True: "within", False: "not within", None: "too few samples to tell whether within"}
+_HELD = {True: "within", False: "not within", None: "inconclusive against"}
 
 
 def budget_lines(findings: Findings, model: str) -> Iterator[str]:

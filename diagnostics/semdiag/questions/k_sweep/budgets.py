@@ -19,7 +19,7 @@ from semdiag.capturing.rules import Keep, RandomK, Rule, TopK, TopP, Window
 from semdiag.capturing.sparsify import ENGINE_KINDS, engine_rule
 from semdiag.mathematics.block_estimates import block_scores
 from semdiag.measuring.calls.running import running
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, mean_change, measure_of, rerun
 from semdiag_models import InputError
@@ -31,13 +31,7 @@ BUDGET_TABLE = Table(
         "keeps. Sums over the queries of the samples on which the budget was chosen: all_keys, the keys that they "
         "have, and kept_keys, those of them that the budget keeps."
     ),
-    {
-        "model": "str",
-        "budget": "str",
-        **dict.fromkeys(("block", "layer", "head"), "int64"),
-        "module": "str",
-        **dict.fromkeys(("occurrence", "k", "all_keys", "kept_keys"), "int64"),
-    },
+    columns_of("model budget str; block layer head int64; module str; occurrence k all_keys kept_keys int64"),
 )
 BY_WEIGHT = (0.95, 0.99)  # of the attention weight
 QUERIES = 0.95  # share of a head's queries for which its k must keep that weight

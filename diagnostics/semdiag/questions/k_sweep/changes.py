@@ -240,17 +240,13 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
             "share": _ratio(rows["kept_keys"], rows["all_keys"]),
             "chosen": {"samples": [0, first - 1]},
             "tested": {
-                "samples": [first, last],
-                "measure": tested["measure"],
-                "without_mask": float(tested["before"]),
-                "change": float(tested["change"]),
-                "interval": [float(tested["low"]), float(tested["high"])],
-                "harmed": float(tested["harmed"]),
-                "harmed_high": float(tested["harmed_high"]),
+                "samples": [first, last], "measure": tested["measure"], "without_mask": float(tested["before"]),
+                "change": float(tested["change"]), "interval": [float(tested["low"]), float(tested["high"])],
+                "harmed": float(tested["harmed"]), "harmed_high": float(tested["harmed_high"]),
                 "holds": None if limit is None else _holds(tested, limit),
             },
             "layers": _layers(rows),
-        }
+        }  # fmt: skip
     default = "loss" if "loss" in budgets else next(iter(budgets), None)
     return {
         "schema": "semdiag.budget/1", "model": model, "sha256": facts["sha256"], "inputs": facts["inputs"],

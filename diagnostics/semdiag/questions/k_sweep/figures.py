@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.words import counted
-from semdiag.presenting.answer import Heading
+from semdiag.presenting.answer import heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends, short_labels
 from semdiag.presenting.drawing.style import (
     FAINT,
@@ -191,16 +191,9 @@ def _point_words(row: dict[str, Any], name: str, along: str, unit: Unit) -> str:
     return f"{name}, {k}{row['kept']:.1%} of the keys{length}: {cost}{interval}"
 
 
-HEADINGS = (
-    Heading(
-        "k-sweep",
-        "What would sparse attention cost this model?",
-        (cost,),
-        (
-            "The model was run with masks, on its own scores: a model trained with that k has others.",
-            "Top-k of each head keeps the most weight of all choices of k keys, not always the lowest loss.",
-            "The weight kept and the paper's conditions, which need no run, do not tell the cost: they are in the "
-            "tables.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "k-sweep", "What would sparse attention cost this model?", (cost,),
+    "The model was run with masks, on its own scores: a model trained with that k has others.",
+    "Top-k of each head keeps the most weight of all choices of k keys, not always the lowest loss.",
+    "The weight kept and the paper's conditions, which need no run, do not tell the cost: they are in the tables.",
+)  # fmt: skip

@@ -14,7 +14,7 @@ from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.outputs import masked_language
 from semdiag.measuring.probe import Probe, Subject, percentiles
-from semdiag.measuring.table import ALL, Table
+from semdiag.measuring.table import ALL, Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
 from semdiag.questions.k_sweep.budgets import (
@@ -67,26 +67,17 @@ K_SWEEP_TABLE = Table(
     "sweep",
     "One row per k, layer, head (ALL: pooled) and quantity: percentiles within a model.",
     {
-        "model": "str",
-        **dict.fromkeys(("layer", "head", "k"), "int64"),
-        "quantity": "str",
-        "queries": "int64",
-        "mean": "float64",
-        **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
+        "model": "str", **dict.fromkeys(("layer", "head", "k"), "int64"), "quantity": "str", "queries": "int64",
+        "mean": "float64", **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
         **dict.fromkeys(("undefined", "not_positive"), "int64"),
     },
-)
+)  # fmt: skip
 
 SWEEP_ESTIMATES = Table(
     "sweep_estimates",
     "One row per k, quantity, statistic and target of a k-sweep whose queries were drawn, layers and heads "
     "pooled: the estimate with its 95% interval (empty where too few were drawn).",
-    {
-        "model": "str",
-        "k": "int64",
-        **dict.fromkeys(("quantity", "statistic", "target"), "str"),
-        **dict.fromkeys(("estimate", "low", "high"), "float64"),
-    },
+    columns_of("model str; k int64; quantity statistic target str; estimate low high float64"),
 )
 _TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, QUARTERS_TABLE, BUDGET_TABLE)
 

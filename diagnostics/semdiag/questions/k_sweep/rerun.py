@@ -18,7 +18,7 @@ from semdiag.capturing.rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.running import DRAWS, RandomNumbers, in_evaluation, no_room
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.training_runs import token_ids
 from semdiag.measuring.words import FEWEST, counted
 from semdiag_models import InputError
@@ -32,15 +32,10 @@ QUARTERS_TABLE = Table(
         "taken as they are. Sums over the quarter: targets, loss (nats), predictions, divergence (nats). kept of "
         "keys: a quarter of the sample's part of all (NaN without a mask)."
     ),
-    {
-        "model": "str",
-        "length": "int64",
-        "mask": "str",
-        "k": "int64",
-        **dict.fromkeys(("sample", "quarter"), "int32"),
-        **dict.fromkeys(("targets", "predictions"), "int64"),
-        **dict.fromkeys(("loss", "divergence", "kept", "keys"), "float64"),
-    },
+    columns_of(
+        "model str; length int64; mask str; k int64; sample quarter int32; targets predictions int64; loss "
+        "divergence kept keys float64"
+    ),
 )
 
 
@@ -251,14 +246,10 @@ RERUN_TABLE = Table(
         "output_change: norm of the change of its outputs relative to their norm, +inf where that is no number, "
         "NaN where the sample has no position."
     ),
-    {
-        "model": "str",
-        "mask": "str",
-        "k": "int64",
-        **dict.fromkeys(("sample", "part", "chunk"), "int32"),
-        **dict.fromkeys(("targets", "correct", "predictions", "changed", "classes"), "int64"),
-        **dict.fromkeys(("loss", "divergence", "output_change", "kept", "keys"), "float64"),
-    },
+    columns_of(
+        "model mask str; k int64; sample part chunk int32; targets correct predictions changed classes int64; "
+        "loss divergence output_change kept keys float64"
+    ),
 )
 # Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1% of a perplexity);
 # where nothing but outputs is known, 5% of their norm.
@@ -338,8 +329,10 @@ def rerun(
         )
     for name, (_, why) in sorted(passed.refused.items(), key=lambda each: each[1]):
         remark(f"{name} was not run: {why}", "kind-not-run")
-    if passed.reader:
-        _remark_outputs(passed.reader, passed.drew, remark)
+    if passed.drew:
+        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
+    for text, code in output_notes(*passed.reader) if passed.reader else ():
+        remark(text, code)
     for place in sorted(passed.quarters):
         for row in passed.quarters[place]:
             quarters(row)
@@ -379,18 +372,13 @@ def _check_labels(labels: Any, samples: int) -> None:
         raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
 
 
-def _remark_outputs(
-    reader: tuple[str, Sequence[str], str, str], drew: bool, remark: Callable[[str, str], None]
-) -> None:
-    """Remark on how outputs are compared, and that forward passes draw random numbers, if they do."""
-    others, unread, reason, loss = reader
+def output_notes(others: str, unread: Sequence[str], reason: str, loss: str) -> list[tuple[str, str]]:
+    """Return remarks on how outputs are read, as a reader's others, unread, reason and loss say it; with codes."""
     read_alone = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
-    for wanted, text, code in (
-        (drew, f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward"),
+    notes = (
         (others, f"of its outputs {others}", "outputs-compared"),
         (unread, read_alone, "labels-unread"),
         (reason, f"logits are compared as outputs, not as a distribution: {reason}", "logits-as-outputs"),
         (loss, f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits"),
-    ):
-        if wanted:
-            remark(text, code)
+    )
+    return [(text, code) for wanted, text, code in notes if wanted]

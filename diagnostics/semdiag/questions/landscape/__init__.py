@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
-from semdiag.presenting.options import check_least, option
+from semdiag.presenting.options import check_least, chosen
 from semdiag.presenting.question import Question
 
 
@@ -12,15 +11,12 @@ from semdiag.presenting.question import Question
 class LandscapePlan:
     """Which points are evaluated."""
 
-    planes: Annotated[int, option("Random planes through each checkpoint.")] = 1
-    radius: Annotated[
-        float,
-        option(
-            "Half the side of a random plane. 1: each tensor moves by up to its own norm along each of the two "
-            "directions."
-        ),
-    ] = 1.0
-    grid: Annotated[int, option("Cells per side; an odd number.")] = 25  # odd, so that the checkpoint is a cell
+    planes: int = chosen(1, "Random planes through each checkpoint.")
+    radius: float = chosen(
+        1.0, "Half the side of a random plane. 1: each tensor moves by up to its own norm along each of the two "
+        "directions.",
+    )  # fmt: skip
+    grid: int = chosen(25, "Cells per side; an odd number.")  # odd, so that the checkpoint is a cell
 
     def __post_init__(self) -> None:
         from semdiag_models.reading import InputError
@@ -42,7 +38,7 @@ class LandscapePlan:
 QUESTION = Question(
     "landscape",
     __name__,
-    """Evaluate the loss on planes through each checkpoint in parameter space: cells and cuts.
+    """Evaluate the loss on planes through each checkpoint in parameter space.
 
     Every cell is a model that was run; nothing is interpolated. 25 × 25 cells over 500 samples take about two
     minutes per model on one core. For a quick look take fewer samples or a coarser grid.

@@ -1,8 +1,7 @@
 """Landscapes in numbers, sentences and figures: how far from the checkpoint a model still works."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -11,13 +10,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
 from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
 from semdiag.measuring.words import counted, number_words, text
-from semdiag.presenting.answer import Answer, Heading, measured_glance, title, with_facts
-from semdiag.presenting.drawing.panels import NothingToDrawError, Series, model_labels, panels_of
+from semdiag.presenting.answer import Answer, heading, measured_glance, title, with_facts
+from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
 from semdiag.presenting.tables import Column, NumberTable
 
@@ -119,84 +116,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-_LOGARITHMIC = 30.0  # largest over smallest value, from which on colours and heights are logarithmic
-
-
-@dataclass(frozen=True, eq=False)
-class PlaneCells:
-    """One plane of one model."""
-
-    title: str  # task, seed and attention in words
-    series: Series  # the model
-    plane: int  # its number
-    x: NDArray[np.float64]  # (columns,) coordinates of the cells
-    y: NDArray[np.float64]  # (rows,) coordinates of the cells
-    rows: pd.DataFrame  # the table's rows of the grid, y by y
-    checkpoint: "pd.Series[Any]"  # its row
-    samples: int  # behind every value
-
-    def values(self, quantity: str) -> NDArray[np.float64]:
-        """Return a quantity on the grid, (rows, columns); NaN where it is not finite."""
-        array = self.rows[quantity].to_numpy(float).reshape(len(self.y), len(self.x))
-        return np.where(np.isfinite(array), array, np.nan)
-
-
-def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
-    """Return every plane of every model on which a quantity was measured, full attention first."""
-    table = findings.measurements.landscape
-    planes = []
-    for panel in panels_of(findings.measurements.models):
-        for series in panel.series:
-            for number, rows in table[table["model"] == series.model].groupby("plane", sort=True):
-                grid = rows[rows["place"] == "grid"].sort_values(["y", "x"], kind="stable")
-                x, y = (np.unique(grid[name]) for name in ("x", "y"))
-                if not np.isfinite(grid[quantity]).any():
-                    continue
-                planes.append(
-                    PlaneCells(
-                        title=f"{panel.title}, {series.label}",
-                        series=series,
-                        plane=int(str(number)),
-                        x=x,
-                        y=y,
-                        rows=grid,
-                        checkpoint=rows[rows["place"] == "checkpoint"].iloc[0],
-                        samples=int(rows["samples"].iloc[0]),
-                    )
-                )
-    if not planes:
-        raise NothingToDrawError(f"The {quantity.split('_')[0]} was not measured on any plane.")
-    return planes
-
-
-def common_scale(cells: list[PlaneCells], quantity: str) -> Normalize:
-    """Return one scale for a quantity on all planes; logarithmic if it spans more than a factor of 30."""
-    values = np.concatenate([c.values(quantity).ravel() for c in cells])
-    values = values[np.isfinite(values)]
-    if not values.size:
-        return Normalize(0.0, 1.0)
-    low, high = float(values.min()), float(values.max())
-    positive = values[values > 0]
-    if low >= 0 and positive.size and high > _LOGARITHMIC * float(positive.min()):
-        return LogNorm(float(positive.min()), high)
-    return Normalize(low, high if high > low else low + 1.0)
-
-
-def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
-    """Return the conditions of the cells, in words for a figure."""
-    first = cells[0]
-    grid = f"{len(first.x)} × {len(first.y)} cells"
-    samples = counted(min(c.samples for c in cells), "sample")
-    planes = len({c.plane for c in cells})
-    how = f"{counted(planes, 'random plane')}, each tensor's direction as long as the tensor"
-    seed = findings.measurements.provenance.get("seed")
-    how += "" if seed is None else f" (seed {seed})"
-    return (
-        f"{how}; {grid}, each one model that was run on {samples}, deterministic: there is no sampling interval "
-        "within a plane. ‖θ‖: length of all parameters of the checkpoint"
-    )
-
-
+_LOGARITHMIC = 30.0  # largest over smallest value, from which on colours are logarithmic
 _LEVELS = 8
 _QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "viridis")}
 
@@ -209,125 +129,76 @@ _QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accu
 )
 def landscape_contour(findings: Findings) -> Figure:
     """Draw the loss and the accuracy of every plane side by side, with contour lines over the loss."""
-    cells = plane_cells(findings, "loss")
-    figure, axes = panel_grid(len(cells) * len(_QUANTITIES), height=3.2, columns=len(_QUANTITIES), sharey=False)
+    table = findings.measurements.landscape
+    planes = [
+        (f"{panel.title}, {series.label}, plane {number}", rows)
+        for panel in panels_of(findings.measurements.models)
+        for series in panel.series
+        for number, rows in table[table["model"] == series.model].groupby("plane", sort=True)
+        if np.isfinite(rows.loc[rows["place"] == "grid", "loss"]).any()
+    ]
+    if not planes:
+        raise NothingToDrawError("The loss was not measured on any plane.")
+    figure, axes = panel_grid(len(planes) * 2, height=3.2, columns=2, sharey=False)
     figure.set_layout_engine("constrained", h_pad=0.1)  # inches; square cells let two rows meet
-    scales = {name: common_scale(cells, name) for name in _QUANTITIES}
-    places = [(plane, name) for plane in cells for name in _QUANTITIES]
-    for ax, (plane, name) in zip(axes, places, strict=True):
-        label, colors = _QUANTITIES[name]
-        image = _cells(ax, plane, name, scales[name], colors, contours=name == "loss")
-        bar = figure.colorbar(image, ax=ax, shrink=0.85, pad=0.02)
-        bar.set_label(label, fontsize=9)
-        bar.ax.tick_params(labelsize=9)
-        title_with_facts(
-            ax, f"{plane.title}, plane {plane.plane}" if name == "loss" else label, _facts(plane, name)
-        )
+    shown = pd.concat([rows[rows["place"] == "grid"] for _, rows in planes])
+    for at, (name, (label, colors)) in enumerate(_QUANTITIES.items()):
+        scale = _common_scale(shown[name].to_numpy(float))
+        for ax, (plane, rows) in zip(axes[at::2], planes, strict=True):
+            image = _draw_cells(ax, rows, name, scale, colors, plane if name == "loss" else label)
+            bar = figure.colorbar(image, ax=ax, shrink=0.85, pad=0.02)
+            bar.set_label(label, fontsize=9)
+            bar.ax.tick_params(labelsize=9)
+    side, samples = round(len(planes[0][1]) ** 0.5), counted(int(shown["samples"].min()), "sample")
+    seed = findings.measurements.provenance.get("seed")
+    how = f"{counted(shown['plane'].nunique(), 'random plane')}, each tensor's direction as long as the tensor"
     return finished(
         figure,
-        f"{plane_facts(findings, cells)}. Cross: the checkpoint.\nColours are the evaluated cells themselves; "
-        "contour lines of the first quantity, at the same values everywhere, are interpolated between them.",
+        f"{how}{'' if seed is None else f' (seed {seed})'}; {side} × {side} cells, each one model that was run on "
+        f"{samples}, deterministic: there is no sampling interval within a plane. ‖θ‖: length of all parameters "
+        "of the checkpoint. Cross: the checkpoint.\nColours are the evaluated cells themselves; contour lines of "
+        "the loss, at the same values everywhere, are interpolated between them.",
     )
 
 
-def _cells(ax: Axes, plane: PlaneCells, name: str, scale: Normalize, colors: str, *, contours: bool) -> Any:
-    values = plane.values(name)
-    shown = np.where(values > 0, values, scale.vmin or 1.0) if isinstance(scale, LogNorm) else values
-    shown = np.where(np.isnan(values), np.nan, shown)
+def _common_scale(values: np.ndarray) -> Normalize:
+    """Return one scale for a quantity on all planes; logarithmic if it spans more than a factor of 30."""
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
+    least = float(values[values > 0].min(initial=math.inf))
+    if low >= 0 and high > _LOGARITHMIC * least:
+        return LogNorm(least, high)
+    return Normalize(low, high if high > low else low + 1.0)
+
+
+def _draw_cells(ax: Axes, plane: pd.DataFrame, name: str, scale: Normalize, colors: str, words: str) -> Any:
+    """Draw a quantity on the grid of a plane, its contour lines if it is the loss, and the checkpoint."""
+    found = _matrices(plane)
+    x, y, values = (np.array(found[each]) for each in ("x", "y", name))
+    values = np.where(np.isfinite(values), values, np.nan)
+    logarithmic = isinstance(scale, LogNorm)
+    drawn = np.where(values <= 0, scale.vmin or 0.0, values) if logarithmic else values
     colormap = matplotlib.colormaps[colors].with_extremes(bad="#cc4444")
-    image = ax.pcolormesh(plane.x, plane.y, shown, norm=scale, cmap=colormap, shading="nearest", rasterized=True)
-    low, high = float(scale.vmin or 0.0), float(scale.vmax or 1.0)
-    levels = (np.geomspace if isinstance(scale, LogNorm) else np.linspace)(low, high, _LEVELS + 2)[1:-1]
-    if contours and ((levels > np.nanmin(shown)) & (levels < np.nanmax(shown))).any():
-        ax.contour(plane.x, plane.y, shown, levels=levels, colors=INK, linewidths=0.4, alpha=0.7)
-    ax.plot(
-        0, 0, marker="X", color="white", markeredgecolor=INK, markersize=7, linestyle="none", label="checkpoint",
-        zorder=4,
-    )  # fmt: skip
+    image = ax.pcolormesh(x, y, drawn, norm=scale, cmap=colormap, shading="nearest", rasterized=True)
+    ends = float(scale.vmin or 0.0), float(scale.vmax or 1.0)
+    levels = (np.geomspace if logarithmic else np.linspace)(*ends, _LEVELS + 2)[1:-1]
+    if name == "loss" and ((levels > np.nanmin(drawn)) & (levels < np.nanmax(drawn))).any():
+        ax.contour(x, y, drawn, levels=levels, colors=INK, linewidths=0.4, alpha=0.7)
+    ax.plot(0, 0, marker="X", color="white", markeredgecolor=INK, markersize=7, linestyle="none", zorder=4)
     ax.grid(visible=False)
     ax.set_aspect("equal", adjustable="box")
-    ax.set_xlabel("first direction, in ‖θ‖")
-    ax.set_ylabel("second direction, in ‖θ‖")
+    ax.set(xlabel="first direction, in ‖θ‖", ylabel="second direction, in ‖θ‖")
+    here = plane.loc[plane["place"] == "checkpoint", name].iloc[0]
+    title_with_facts(
+        ax, words, [f"cells {np.nanmin(values):.3g} to {np.nanmax(values):.3g}", f"checkpoint {here:.3g}"]
+    )
     return image
 
 
-def _facts(plane: PlaneCells, name: str) -> list[str]:
-    values = plane.values(name)
-    cells = f"cells {np.nanmin(values):.3g} to {np.nanmax(values):.3g}"
-    return [cells, f"checkpoint {plane.checkpoint[name]:.3g}"]
-
-
-@drawing(
-    "Cross-entropy and accuracy against the distance from the checkpoint, along both axes of each plane, "
-    "attention kinds together: {shown}.",
-    "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model differ much "
-    "from direction to direction, one plane says little about that model.",
-)
-def landscape_cuts(findings: Findings) -> Figure:
-    """Draw loss and accuracy along both axes of every plane, models of a task and seed on the same axes."""
-    cells = plane_cells(findings, "loss")
-    titles = list(dict.fromkeys(_panel(c) for c in cells))
-    logarithmic = isinstance(common_scale(cells, "loss"), LogNorm)
-    figure, axes = panel_grid(2 * len(titles), height=2.7, columns=2, sharey=False)
-    for place, name in enumerate(titles):
-        planes = [c for c in cells if _panel(c) == name]
-        for ax, quantity in zip(axes[2 * place : 2 * place + 2], ("loss", "accuracy"), strict=True):
-            _draw(ax, planes, quantity)
-            title_with_facts(ax, f"{name}, {quantity}", [_count(planes)])
-            ax.set_xlabel("distance from the checkpoint, in ‖θ‖")
-            ax.xaxis.set_major_locator(MaxNLocator(6))
-        axes[2 * place].set_ylabel("cross-entropy (nats)")
-        axes[2 * place + 1].set_ylabel("accuracy")
-        axes[2 * place + 1].set_ylim(-0.02, 1.02)
-        if logarithmic:
-            axes[2 * place].set_yscale("log")
-    return finished(
-        figure, f"{plane_facts(findings, cells)}. Points are evaluated cells; lines between them guide the eye."
-    )
-
-
-def _panel(cells: PlaneCells) -> str:
-    return cells.title.removesuffix(f", {cells.series.label}")
-
-
-def _count(planes: list[PlaneCells]) -> str:
-    cuts = len([cut for c in planes for cut in _cuts(c)]) // len({c.series.model for c in planes})
-    return f"{counted(cuts, 'cut')} per model, {counted(planes[0].samples, 'sample')}"
-
-
-def _draw(ax: Axes, planes: list[PlaneCells], quantity: str) -> None:
-    named: set[str] = set()
-    for plane in planes:
-        style = plane.series.style
-        for distances, rows in _cuts(plane):
-            values = rows[quantity].to_numpy(float)
-            label = plane.series.label if plane.series.label not in named else "_again"
-            named.add(plane.series.label)
-            values = np.where(values > 0, values, np.nan) if quantity == "loss" else values
-            ax.plot(
-                distances, values, color=style.color, linestyle=style.line, linewidth=0.8 * style.width,
-                marker=style.marker, markersize=2.5, label=label,
-            )  # fmt: skip
-    ax.axvline(0, color="#bbbbbb", linewidth=0.7, zorder=0)
-
-
-def _cuts(plane: PlaneCells) -> Iterator[tuple[np.ndarray, pd.DataFrame]]:
-    """Yield distances from the checkpoint and rows along both axes; exact, since every grid contains 0."""
-    for axis, fixed in (("x", "y"), ("y", "x")):
-        rows = plane.rows[plane.rows[fixed] == 0].sort_values(axis)
-        yield rows[axis].to_numpy(float), rows
-
-
-HEADINGS = (
-    Heading(
-        "landscape",
-        "What does the loss look like around the checkpoint?",
-        (landscape_contour, landscape_cuts),
-        (
-            "A plane shows two of more than a hundred thousand directions, and random ones miss the steep ones: a "
-            "flat picture does not mean a flat loss.",
-            "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length "
-            "at distance 1. One trained model per surface says nothing of other seeds.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "landscape", "What does the loss look like around the checkpoint?", (landscape_contour,),
+    "A plane shows two of more than a hundred thousand directions, and random ones miss the steep ones: a flat "
+    "picture does not mean a flat loss.",
+    "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length at "
+    "distance 1. One trained model per surface says nothing of other seeds.",
+)  # fmt: skip

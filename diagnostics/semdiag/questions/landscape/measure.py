@@ -14,22 +14,16 @@ from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.encoders.weights import MovableEncoder, usable_samples
 from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.landscape import LandscapePlan
 from semdiag_models import Encoder
 
 LANDSCAPE = Table(
     "landscape",
     "One row per evaluated point of a plane in parameter space.",
-    {
-        "model": "str",
-        "plane": "int64",
-        "kind": "str",
-        **dict.fromkeys(("x", "y", "distance"), "float64"),
-        "place": "str",
-        "samples": "int64",
-        **dict.fromkeys(("loss", "accuracy"), "float64"),
-    },
+    columns_of(
+        "model str; plane int64; kind str; x y distance float64; place str; samples int64; loss accuracy float64"
+    ),
 )
 
 
@@ -73,10 +67,6 @@ def _measure(subject: Subject, plan: LandscapePlan, prepared: Any) -> Mapping[st
 
 
 PROBE = Probe(
-    "loss surface",
-    LandscapePlan,
-    (LANDSCAPE,),
-    _measure,
-    steps=lambda plan: int(plan.points),
+    "loss surface", LandscapePlan, (LANDSCAPE,), _measure, steps=lambda plan: int(plan.points),
     reported=lambda options: LandscapePlan() if options.thorough else None,
-)
+)  # fmt: skip

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
-from semdiag.presenting.options import SHARED, check_least, option
+from semdiag.presenting.options import check_least, chosen, shared
 from semdiag.presenting.question import Question
 
 FEWEST_DRAWS = 5
@@ -14,14 +13,13 @@ FEWEST_DRAWS = 5
 class LipschitzPlan:
     """What is drawn."""
 
-    samples: Annotated[int, SHARED] = 100  # inputs behind every loss
-    planes: Annotated[int, option("Random planes in which secants are taken. Intervals resample the planes.")] = 8
-    directions: Annotated[int, option("Points on each circle in a plane, one per direction.")] = 8
-    draws: Annotated[int, option("Random parameters at which gradients are taken.")] = 120
-    radius: Annotated[
-        float,
-        option("Largest radius, relative to each tensor's norm. Six smaller ones follow, each half of the last."),
-    ] = 1.0
+    samples: int = shared(100)  # inputs behind every loss
+    planes: int = chosen(8, "Random planes in which secants are taken. Intervals resample the planes.")
+    directions: int = chosen(8, "Points on each circle in a plane, one per direction.")
+    draws: int = chosen(120, "Random parameters at which gradients are taken.")
+    radius: float = chosen(
+        1.0, "Largest radius, relative to each tensor's norm. Six smaller ones follow, each half of the last.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         from semdiag_models.reading import InputError

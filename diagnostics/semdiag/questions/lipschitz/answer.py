@@ -27,9 +27,9 @@ from semdiag.measuring.findings.resampling import interval_ends
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import FEWEST, counted, interval, number, text
-from semdiag.presenting.answer import Answer, Heading, measured_glance, title, verdict_line, with_facts
+from semdiag.presenting.answer import Answer, heading, measured_glance, title, verdict_line, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, model_labels, panels_of
-from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
+from semdiag.presenting.drawing.style import drawing, finished, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 
 PERCENTILES = (50, 75, 95, 99)  # of the paper's Fig. 10
@@ -193,15 +193,10 @@ def answer(findings: Findings) -> Answer:
         shown += [f"\n{pair.label}: secants of {pair.other} over those of {pair.full}", _ratio_cells(ratios)]
     sentences = lipschitz_sentences(findings)
     return Answer(
-        measured_glance(findings, findings.measurements.loss_gradients),
-        details=sentences,
-        opening=sentences,
+        measured_glance(findings, findings.measurements.loss_gradients), details=sentences, opening=sentences,
         claims=[*judged, *(f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair))],
-        tables=_tables(findings),
-        results=results,
-        more={"scope": SCOPE, "pairs": pairs},
-        shown=[*shown, SCOPE],
-    )
+        tables=_tables(findings), results=results, more={"scope": SCOPE, "pairs": pairs}, shown=[*shown, SCOPE],
+    )  # fmt: skip
 
 
 def _result(findings: Findings, model: str) -> Summary:
@@ -238,12 +233,20 @@ def _tables(findings: Findings) -> dict[str, pd.DataFrame]:
 
 
 def lipschitz_sentences(findings: Findings) -> list[str]:
-    """Say whether top-k has the smaller estimates, and whether each stays below its bound."""
-    judged = {pair.label: findings(ordering_findings, pair) for pair in findings(compared_pairs)}
-    for model, label in model_labels(findings.measurements.models).items():
-        judged[label] = [f for f in findings(estimate_findings) if f.subject == model]
-    sentences = [f"{label}: {' '.join(f'{verdict_line(f)}.' for f in of)}" for label, of in judged.items() if of]
-    return sentences or ["Nothing is known of the steepness of these models' loss."]
+    """Say in how many cases a sparse model's loss is less steep, how many estimates exceed bounds, and each."""
+    ordered = [f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair)]
+    bounded, labels = findings(estimate_findings), model_labels(findings.measurements.models)
+    if not [*ordered, *bounded]:
+        return ["Nothing is known of the steepness of these models' loss."]
+    less, steeper = (sum(f.verdict == word for f in ordered) for word in (Verdict.HOLDS, Verdict.VIOLATED))
+    exceeding, below = (sum(int(f.numbers[name]) for f in bounded) for name in ("violated", "holds"))
+    first = f"{exceeding:,} of {counted(exceeding + below, 'estimate')} exceed their bound"
+    if ordered:
+        cases = f"{less} of {counted(len(ordered), 'case')} (percentiles of secants), steeper in {steeper}"
+        cases += f", inconclusive in {len(ordered) - less - steeper}"
+        first = f"The loss is less steep around the sparse model in {cases}; {first}"
+    each = [f"{labels.get(f.subject, f.subject)}: {verdict_line(f)}." for f in [*ordered, *bounded]]
+    return [f"{first}.", *each]
 
 
 def _ratio(estimate: float, low: float | None, high: float | None) -> str:
@@ -272,7 +275,7 @@ def _ratio_cells(ratios: list[Summary]) -> NumberTable:
     "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random planes "
     "against the radius, logarithmic axes, with 95% bands, attention kinds together: {shown}.",
     "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
-    "top-k. Where the bands overlap, these planes do not settle it.",
+    "top-k. Where the bands overlap, the planes are inconclusive.",
 )
 def lipschitz_percentiles(findings: Findings) -> Figure:
     """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands."""
@@ -324,72 +327,11 @@ def _draw_percentiles(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:
     ax.set_yscale("log")
 
 
-_HIGHEST = 600.0  # logarithm of what still fits an axis
-
-
-@drawing(
-    "How much each block stretches a small change of its input at most, sample by sample, below bars for the "
-    "bound λ_X, logarithmic axis: {shown}.",
-    "The higher points of a block pass a change of its input on more strongly. The black dashes bound them "
-    "closely, at these inputs; the bars are what the theory promises of all with the same δ, Δ and norms.",
-)
-def block_stretch(findings: Findings) -> Figure:
-    """Draw the largest Jacobian norm of every block and sample, its bound there, and smallest and largest λ_X."""
-    table = findings.measurements.jacobians
-    if table.empty:
-        raise NothingToDrawError("No Jacobian of a block was measured.")
-    measured = set(table["model"])
-    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
-    figure, axes = panel_grid(len(panels), height=2.8)
-    for ax, panel in zip(axes, panels, strict=True):
-        facts = _draw_block_stretch(ax, panel, table)
-        title_with_facts(ax, panel.title, facts)
-        ax.set_xlabel("block")
-    axes[0].set_ylabel("largest stretch ‖J‖ (token norm)")
-    samples = int(table.groupby(["model", "layer"]).size().max())
-    return finished(
-        figure,
-        f"points: each one of {counted(samples, 'sample')}, power iteration from one random start, a lower bound "
-        "of ‖J‖ in the sum over tokens of 2-norms.\nBound at these inputs: largest column sum of the exact "
-        "Jacobian, or its closed form where inputs are long. Bars: λ_X, smallest to largest over these samples.",
-    )
-
-
-def _draw_block_stretch(ax: Axes, panel: Panel, table: pd.DataFrame) -> list[str]:
-    shown = [series for series in panel.series if series.model in set(table["model"])]
-    facts = []
-    for place, series in enumerate(shown):
-        rows = table[table["model"] == series.model]
-        shift = (place - (len(shown) - 1) / 2) * 0.7 / max(len(shown), 1)
-        style = series.style
-        ax.plot(
-            rows["layer"] + shift, rows["norm"], marker=style.marker, markersize=3, alpha=0.6, linestyle="none",
-            color=style.color, label=series.label,
-        )  # fmt: skip
-        near = rows["ln_exact"].fillna(rows["ln_point"]).clip(upper=_HIGHEST).groupby(rows["layer"]).max()
-        label = None if place else "bound at these inputs"
-        ax.plot(near.index + shift, np.exp(near), "_", markersize=8, color=INK, label=label)
-        bounds = rows[np.isfinite(rows["ln_sound"])].groupby("layer")["ln_sound"].agg(["min", "max"])
-        low, high = (np.exp(bounds[name].clip(upper=_HIGHEST)) for name in ("min", "max"))
-        ax.vlines(bounds.index + shift, low, high, color=style.color, linewidth=4, alpha=0.35)
-        ax.plot(bounds.index + shift, high, marker="_", markersize=8, color=style.color, linestyle="none")
-        facts.append(f"{series.label}: {rows['settled'].mean():.0%} settled")
-    ax.set_yscale("log")
-    ax.set_xticks(sorted(table["layer"].unique()))
-    return ["; ".join(facts)]
-
-
-HEADINGS = (
-    Heading(
-        "lipschitz",
-        "How steep is the loss around the checkpoint?",
-        (lipschitz_percentiles, block_stretch),
-        (
-            "A trained model whose loss is near 0 is flat nearby whatever its attention: compare the "
-            "initialisations as well (the runs' epoch-0.pt).",
-            "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms. "
-            "With a top-k mask the loss jumps where a key is swapped: secants see it, gradients do not.",
-            "The intervals are about other random planes around these models, not about other training runs.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "lipschitz", "How steep is the loss around the checkpoint?", (lipschitz_percentiles,),
+    "A trained model whose loss is near 0 is flat nearby whatever its attention: compare the initialisations as "
+    "well (the runs' epoch-0.pt).",
+    "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms. With a "
+    "top-k mask the loss jumps where a key is swapped: secants see it, gradients do not.",
+    "The intervals are about other random planes around these models, not about other training runs.",
+)  # fmt: skip

@@ -30,7 +30,7 @@ from semdiag.measuring.encoders.network_constants import (
 from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_inputs
 from semdiag.measuring.encoders.weights import MovableEncoder, not_finite, usable_samples
 from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag_models import AttentionCore, Encoder, InputError
 from semdiag_models.attention import plain_selected_attention
@@ -253,34 +253,19 @@ def _group_bounds(moved: MovableEncoder, log_sound: Mapping[str, Tensor]) -> dic
 LOSS_SECANTS = Table(
     "loss_secants",
     "One row per pair of parameter settings.",
-    {
-        **dict.fromkeys(("model", "group"), "str"),
-        "draw": "int64",
-        **dict.fromkeys(("radius", "distance", "slope"), "float64"),
-    },
+    columns_of("model group str; draw int64; radius distance slope float64"),
 )
 LOSS_GRADIENTS = Table(
     "loss_gradients",
     "One row per random parameter setting and group of tensors; ln_point bounds the gradient of queries and keys "
     "at the checkpoint, NaN elsewhere.",
-    {
-        **dict.fromkeys(("model", "group"), "str"),
-        "draw": "int64",
-        **dict.fromkeys(("radius", "distance", "slope", "ln_sound", "ln_point"), "float64"),
-        "holds": "bool",
-    },
+    columns_of("model group str; draw int64; radius distance slope ln_sound ln_point float64; holds bool"),
 )
 JACOBIANS = Table(
     "jacobians",
     "One row per block and sample: its measured stretch, and bounds over all inputs (ln_sound) and at this one "
     "(ln_exact: largest column sum of the Jacobian, NaN for long inputs; ln_point: closed form).",
-    {
-        "model": "str",
-        **dict.fromkeys(("layer", "sample"), "int64"),
-        "norm": "float64",
-        "settled": "bool",
-        **dict.fromkeys(("ln_sound", "ln_point", "ln_exact"), "float64"),
-    },
+    columns_of("model str; layer sample int64; norm float64; settled bool; ln_sound ln_point ln_exact float64"),
 )
 
 
@@ -339,11 +324,7 @@ def _measure(subject: Subject, plan: LipschitzPlan, prepared: Any) -> Mapping[st
 
 
 PROBE = Probe(
-    "Lipschitz estimates",
-    LipschitzPlan,
-    TABLES,
-    _measure,
-    steps=_settings,
+    "Lipschitz estimates", LipschitzPlan, TABLES, _measure, steps=_settings,
     provenance=lambda plan, samples, few: {"lipschitz_samples": min(plan.samples, samples)},
     reported=lambda options: LipschitzPlan() if options.thorough else None,
-)
+)  # fmt: skip

@@ -10,45 +10,26 @@ import typer
 from semdiag.presenting import options
 from semdiag.presenting.question import Asked, Question
 
-_LEFT_OUT = (
-    *("labels", "samples", "batch_size", "min_keys", "jobs", "ray"),
-    *("out", "as_json", "per_query", "figures"),
-)
-
 
 def _ask(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            help="hf:PATH, a checkpoint (.pt), the folder of a run, or package.module:function.",
-            autocompletion=options.models,
-        ),
-    ],
-    text: Annotated[
-        str | None,
-        options.option(
-            "Look at this text. Or name a file with --inputs: its first sample is taken. "
-            "Default: the first sample that the run held out.",
-            metavar="WORDS",
-            show_default=False,
-        ),
-    ] = None,
-    k: Annotated[
-        int,
-        options.option(
-            "In heads that attend to every key, show the k largest scores of each query as kept. The page can "
-            "change it."
-        ),
-    ] = 5,
-    out: Annotated[
-        Path | None,
-        options.output_option(
-            "The page, an .html file. Default: reports/look-MODEL.html.", metavar="FILE", show_default=False
-        ),
-    ] = None,
+    model: Annotated[Path, typer.Argument(
+        help="hf:PATH, a checkpoint (.pt), the folder of a run, or package.module:function.",
+        autocompletion=options.models,
+    )],
+    text: Annotated[str | None, options.option(
+        "Look at this text. Or name a file with --inputs: its first sample is taken. Default: the first sample "
+        "that the run held out.", metavar="WORDS", show_default=False,
+    )] = None,
+    k: Annotated[int, options.option(
+        "In heads that attend to every key, show the k largest scores of each query as kept. The page can change "
+        "it.",
+    )] = 5,
+    out: Annotated[Path | None, options.output_option(
+        "The page, an .html file. Default: reports/look-MODEL.html.", metavar="FILE", show_default=False,
+    )] = None,
     *,
     shared: Asked,
-) -> None:
+) -> None:  # fmt: skip
     from semdiag.capturing.loading import find_checkpoints, load_all
     from semdiag.measuring.words import counted
     from semdiag.presenting.progress import Stages
@@ -93,5 +74,7 @@ QUESTION = Question(
     [bold]semdiag look hf:PATH --text "The capital of France is"[/]
     """,
     ask=_ask,
-    leave_out=_LEFT_OUT,
-)
+    leave_out=(
+        "labels", "samples", "batch_size", "min_keys", "jobs", "ray", "out", "as_json", "per_query", "figures",
+    ),
+)  # fmt: skip

@@ -184,15 +184,11 @@ def _data(seen: Seen, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
 
     layers = [layer(one) for one in seen.layers]
     return {
-        "k": k,
-        "tokens": seen.length,
+        "k": k, "tokens": seen.length,
         "groups": {visible(name): np.flatnonzero(_group(name, of, seen)).tolist() for name, of in groups.items()},
-        "trained": _trained(seen),
-        "bytes": size,
-        "layers": layers,
-        "labels": [list(words) for words in labels],
+        "trained": _trained(seen), "bytes": size, "layers": layers, "labels": [list(words) for words in labels],
         "masks": [_base64(bits) for _, bits in masks],
-    }
+    }  # fmt: skip
 
 
 def _group(name: str, tokens: Any, seen: Seen) -> np.ndarray:

@@ -1,13 +1,11 @@
 """What a number format does to masks: by model, format and layer, pooled, in words, and drawn."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.findings import Findings, Summary, records
@@ -17,17 +15,15 @@ from semdiag.measuring.words import (
     count,
     counted,
     fine_percent,
-    interval_words,
     percent,
     percent_interval,
     percent_span,
     plain,
-    strict_percent,
     text,
 )
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, with_facts
+from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
-from semdiag.presenting.drawing.style import drawing, finished, panel_grid
+from semdiag.presenting.drawing.style import drawing, finished, number_layers, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.mask_stability.mask_rows import SELECTIONS
 
@@ -71,15 +67,11 @@ def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
         share = sum_ratio_interval(counts[name].to_numpy(), covered, share=True).if_varied()
         estimates |= share.columns(name)
     return {
-        "queries": int(part["queries"].sum()),
-        "not_covered": int(part["not_covered"].sum()),
+        "queries": int(part["queries"].sum()), "not_covered": int(part["not_covered"].sum()),
         "certified_rows": int(part["certified"].sum()),
-        "certified_changed": int(part["certified_changed"].sum()),
-        **estimates,
-        "lost_p50": float(lost.median()),
-        "lost_mean": float(lost.mean()),
-        "why": "; ".join(sorted({*part["why"]} - {""})),
-    }
+        "certified_changed": int(part["certified_changed"].sum()), **estimates, "lost_p50": float(lost.median()),
+        "lost_mean": float(lost.mean()), "why": "; ".join(sorted({*part["why"]} - {""})),
+    }  # fmt: skip
 
 
 def precision_glance(findings: Findings) -> Glance:
@@ -99,36 +91,6 @@ def precision_glance(findings: Findings) -> Glance:
     )
 
 
-def precision_in_short(findings: Findings) -> list[str]:
-    """Return the first screen's sentence on masks in number formats: pooled, last snapshots only."""
-    if findings.measurements.rounded_masks.empty:
-        return []
-    parts, faults, scope = [], 0, ""
-    for model, label in model_labels(findings.measurements.models, last_only=True).items():
-        formats = [(answer["format"], answer["all"]) for answer in precision_of(findings, model)]
-        known = [
-            f"{kind} {strict_percent(row['changed'])}" for kind, row in formats if not math.isnan(row["changed"])
-        ]
-        parts += [f"{label}: {', '.join(known)}"] if known else []
-        faults += sum(row["certified_changed"] for _, row in formats)
-        scope = ", of the rows that are covered" if any(row["not_covered"] for _, row in formats) else scope
-    if not parts:
-        return ["Masks in number formats: no row that the error model covers."]
-    fault = f" Certified rows that changed: {faults:,}, an error of semdiag." if faults else ""
-    return [f"Masks that change in a number format, however ties are broken{scope}: {'; '.join(parts)}.{fault}"]
-
-
-def precision_sentences(findings: Findings) -> list[str]:
-    """Return a sentence for each model on what each number format does to its masks."""
-    sentences = []
-    for model, label in model_labels(findings.measurements.models).items():
-        parts = [part for of_format in precision_of(findings, model) for part in _of_format(of_format)]
-        words = mask_words(findings, model)
-        why = next(iter(refusals(findings, model)), words)
-        sentences.append(f"{label} ({words}): {' '.join(parts)}" if parts else f"{label}: {why}.")
-    return sentences
-
-
 def certified_words(row: Summary) -> str:
     """Return how many certified rows of a format changed or tied, in words; none may."""
     changed = row["certified_changed"]
@@ -141,24 +103,6 @@ def not_covered_words(row: Summary) -> str:
     if not row["not_covered"]:
         return ""
     return f"Not covered: {row['not_covered']:,} of {counted(row['queries'], 'row')} ({row['why']})."
-
-
-def _of_format(answer: Summary) -> Iterator[str]:
-    row, kind = answer["all"], answer["format"]
-    if row["queries"] > row["not_covered"]:
-        interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
-        yield (
-            f"In {kind} {strict_percent(row['changed'])} of the masks change however ties are broken "
-            f"({interval}), {strict_percent(row['tied'])} have a tie at the boundary, "
-            f"{strict_percent(row['changed_or_tied'])} either; certified {strict_percent(row['certified'])}."
-        )
-        if not math.isnan(row["lost_p50"]):
-            yield f"A changed row loses {row['lost_p50']:.2g} of its weight (median; mean {row['lost_mean']:.2g})."
-        yield certified_words(row)
-    else:
-        yield f"In {kind}:"
-    if row["not_covered"]:
-        yield not_covered_words(row)
 
 
 _SHOWN = (
@@ -214,12 +158,15 @@ def answer(findings: Findings) -> Answer:
     table = findings(precision_table)
     layer = table["layer"].astype(object).mask(table["layer"] == ALL, "all")
     tables = {"mask_precision": with_facts(findings, table.assign(layer=layer))} if len(table) else {}
-    return Answer(
-        precision_glance(findings), precision_in_short(findings), precision_sentences(findings), tables=tables
-    )
+    glance, details = precision_glance(findings), list[str | NumberTable]()
+    for model, label in model_labels(findings.measurements.models).items():
+        words, formats = mask_words(findings, model), precision_of(findings, model)
+        details.append(f"{label}: {words if formats else next(iter(refusals(findings, model)), words)}.")
+        details += precision_rows(formats) if formats else ()
+    return Answer(glance, [glance.sentence] * (len(table) > 0), details, tables=tables)
 
 
-MARKERS = "osD^vP*Xh<>"  # of layers, noise levels or formats
+_MARKERS = "osD^vP*Xh<>"  # of noise levels or formats
 
 
 def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
@@ -237,11 +184,27 @@ def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, s
     return judged
 
 
-def shades(count: int) -> list[str]:
-    """Return colours from light to dark that the colour-blind can tell apart."""
+def draw_survival(findings: Findings, table: str, rows: pd.DataFrame, note: str) -> Figure:
+    """Draw against layers the share of masks that stay the same, with its ends, and the certified share."""
     import seaborn as sns  # takes a second
 
-    return list(sns.color_palette("viridis_r", count + 1).as_hex())[1:]
+    models, curves = judged_models(findings, table), list(dict.fromkeys(rows["curve"]))
+    shades = sns.color_palette("viridis_r", len(curves) + 1).as_hex()[1:]  # the colour-blind can tell them apart
+    figure, axes = panel_grid(len(models), height=2.9)
+    for ax, (model, name) in zip(axes, models, strict=True):
+        for at, (curve, color) in enumerate(zip(curves, shades, strict=True)):
+            own = rows[(rows["model"] == model) & (rows["curve"] == curve)]
+            layers = own["layer"].to_numpy(int)
+            marker = _MARKERS[at % len(_MARKERS)]
+            ax.plot(layers, own["same"], color=color, marker=marker, markersize=4, label=curve)
+            ax.fill_between(layers, own["low"], own["high"], color=color, alpha=0.25, linewidth=0)
+            ax.plot(layers, own["certified"], color=color, linestyle=":", linewidth=1.3)
+            number_layers(ax, layers.tolist())
+        ax.set_ylim(0, 1.03)
+        ax.set_title(name, fontsize=9)
+    axes[0].set_ylabel("share of masks unchanged, S′ = S")
+    only = f"{curves[0].capitalize()}. " if len(curves) == 1 else ""
+    return finished(figure, f"{only}Heads pooled; dotted: certified to be unchanged. {note}.")
 
 
 @drawing(
@@ -252,44 +215,20 @@ def shades(count: int) -> list[str]:
 )
 def masks_in_formats(findings: Findings) -> Figure:
     """Draw the share of masks that stay the same, a curve for each number format against layers."""
-    models = judged_models(findings, "rounded_masks")
     table = findings(precision_table)
-    formats = list(table["format"].unique())
-    figure, axes = panel_grid(len(models), height=2.9)
-    for ax, (model, title) in zip(axes, models, strict=True):
-        of_model = table[(table["model"] == model) & (table["layer"] != ALL)]
-        for at, (kind, color) in enumerate(zip(formats, shades(len(formats)), strict=True)):
-            rows = of_model[of_model["format"] == kind]
-            layers = rows["layer"].to_numpy(int)
-            ax.plot(layers, 1 - rows["changed"], color=color, marker=MARKERS[at], markersize=4, label=kind)
-            ax.fill_between(
-                layers, 1 - rows["changed_or_tied"], 1 - rows["changed"], color=color, alpha=0.25, linewidth=0
-            )
-            ax.plot(layers, rows["certified"], color=color, linestyle=":", linewidth=1.3)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_xlabel("layer")
-        ax.set_ylim(0, 1.03)
-        ax.set_title(title, fontsize=9)
-    axes[0].set_ylabel("share of masks unchanged, S′ = S")
-    return finished(
-        figure,
-        "Queries, keys and scores rounded once, against float64. Bands: down to the share without a tie at the "
-        "boundary; dotted: certified to be unchanged. Heads pooled, without rows that are not covered.",
-    )
+    same, without_ties = 1 - table["changed"], 1 - table["changed_or_tied"]
+    table = table.assign(curve=table["format"], same=same, low=without_ties, high=same)
+    note = "Queries, keys and scores rounded once, against float64. Bands: down to the share without a tie at the "
+    note += "boundary. Without rows that are not covered"
+    return draw_survival(findings, "rounded_masks", table[table["layer"] != ALL], note)
 
 
-HEADINGS = (
-    Heading(
-        "mask-precision",
-        "Do masks survive a number format?",
-        (masks_in_formats,),
-        (
-            "Certified: no rounding of operands, sum and score can move a kept score below a dropped one, or "
-            "level with it. The proof holds for an error model (docs/theory.md), not for an engine's bugs.",
-            "The error model rounds queries and keys without a scale, adds in float32 and rounds the scaled score "
-            "once more. Rows with a bias, a soft-cap or sinks are not covered, and are left out of every share.",
-            "Rounding is not passed on from layer to layer. A full-attention model is judged by the mask that "
-            "top-k would choose.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "mask-precision", "Do masks survive a number format?", (masks_in_formats,),
+    "Certified: no rounding of operands, sum and score can move a kept score below a dropped one, or level with "
+    "it. The proof holds for an error model (docs/theory.md), not for an engine's bugs.",
+    "The error model rounds queries and keys without a scale, adds in float32 and rounds the scaled score once "
+    "more. Rows with a bias, a soft-cap or sinks are not covered, and are left out of every share.",
+    "Rounding is not passed on from layer to layer. A full-attention model is judged by the mask that top-k would "
+    "choose.",
+)  # fmt: skip

@@ -23,9 +23,8 @@ from semdiag.mathematics.rounding import (
 from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.table import Table
-from semdiag.presenting.options import check_least
-from semdiag.questions.mask_stability import SUPPOSED_K
+from semdiag.measuring.table import Table, columns_of
+from semdiag.presenting.options import SUPPOSED_K, check_least
 from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
 from semdiag_models import InputError
 
@@ -151,20 +150,16 @@ ROUNDED_MASKS = Table(
     "the error model does not cover, and why. Of the others, how many have other keys among the k largest scores "
     "once queries, keys and scores are rounded, however ties are broken (changed); equal k-th and next scores "
     "(tied); a certified set; a certified set that changed or tied, which is a fault.",
-    {
-        **dict.fromkeys(("model", "format", "why"), "str"),
-        **dict.fromkeys(("sample", "layer", "head", "kept", *_COUNTS), "int32"),
-    },
+    columns_of(
+        "model format why str; sample layer head kept queries not_covered changed tied changed_or_tied certified "
+        "certified_changed int32"
+    ),
 )
 LOST_WEIGHTS = Table(
     "lost_weights",
     "One row per number format and query whose keys changed: the attention weight over all allowed keys, in "
     "float64, of the keys dropped minus that of the keys gained (lost).",
-    {
-        **dict.fromkeys(("model", "format"), "str"),
-        **dict.fromkeys(("sample", "layer", "head", "query"), "int32"),
-        "lost": "float64",
-    },
+    columns_of("model format str; sample layer head query int32; lost float64"),
 )
 
 

@@ -1,47 +1,37 @@
 """Do masks survive noise: certified, predicted, observed?"""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 from semdiag.presenting import options
-from semdiag.presenting.options import option
+from semdiag.presenting.options import SUPPOSED_K, chosen, option
 from semdiag.presenting.question import Asked, Question
 from semdiag.questions.stability import NOISE, check_levels
 
-SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
-_noise = partial(option, panel="Which noise")
+_NOISE = "Which noise"
 
 
 @dataclass(frozen=True)
 class NoisePlan:
     """Which noise is added, and how often."""
 
-    levels: Annotated[
-        tuple[float, ...],
-        _noise(
-            "Standard deviation of the Gaussian noise, relative to each token's root mean square. One level or "
-            "several, like 0.01 or 0.001,0.01,0.1.",
-            "--noise",
-            metavar="LEVEL,LEVEL",
-        ),
-        options.positive_numbers,
-    ] = (NOISE,)
-    draws: Annotated[int, _noise("Noisy copies of each input at each noise level.")] = 5
-    absolute: Annotated[bool, _noise("Take the levels of --noise as absolute, not relative.", "--absolute")] = (
-        False
-    )
-    block: Annotated[
-        int,
-        _noise(
-            "Add the noise to the input of this block; earlier blocks see none. 0: the embedded tokens.",
-            "--at-block",
-        ),
-    ] = 0
-    k: Annotated[
-        int, option("Full-attention models have no mask: test the one that top-k would choose, with this k.")
-    ] = SUPPOSED_K
-    seed: Annotated[int, options.SHARED] = 0
+    levels: tuple[float, ...] = chosen(
+        (NOISE,), "Standard deviation of the Gaussian noise, relative to each token's root mean square. One level "
+        "or several, like 0.01 or 0.001,0.01,0.1.",
+        "--noise", metavar="LEVEL,LEVEL", panel=_NOISE, read=options.positive_numbers,
+    )  # fmt: skip
+    draws: int = chosen(5, "Noisy copies of each input at each noise level.", panel=_NOISE)
+    absolute: bool = chosen(
+        False, "Take the levels of --noise as absolute, not relative.", "--absolute", panel=_NOISE,
+    )  # fmt: skip
+    block: int = chosen(
+        0, "Add the noise to the input of this block; earlier blocks see none. 0: the embedded tokens.",
+        "--at-block", panel=_NOISE,
+    )  # fmt: skip
+    k: int = chosen(
+        SUPPOSED_K, "Full-attention models have no mask: test the one that top-k would choose, with this k.",
+    )  # fmt: skip
+    seed: int = options.shared(0)
 
     def __post_init__(self) -> None:
         check_levels(self.levels)

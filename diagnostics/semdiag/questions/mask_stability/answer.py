@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_call import DENSE
@@ -18,25 +17,22 @@ from semdiag.measuring.words import (
     counted,
     fine_percent,
     interval,
-    interval_words,
     number_from_json,
     percent,
     percent_interval,
     percent_span,
     plain,
 )
-from semdiag.presenting.answer import Answer, Folded, Glance, Heading, Outcome, title, with_facts
-from semdiag.presenting.drawing.panels import model_labels
-from semdiag.presenting.drawing.style import INK, drawing, finished, number_layers, panel_grid
+from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, heading, title, with_facts
+from semdiag.presenting.drawing.style import drawing
 from semdiag.presenting.tables import Column, NumberTable, not_shown
 from semdiag.questions.mask_precision.answer import (
-    MARKERS,
-    judged_models,
+    certified_words,
+    draw_survival,
     mask_words,
     precision_of,
     precision_rows,
     refusals,
-    shades,
 )
 
 RESAMPLES = 200
@@ -111,78 +107,6 @@ def _middle_level(findings: Findings) -> tuple[float, pd.DataFrame]:
     table = findings(mask_table)
     table, levels = table[table["layer"] == ALL], sorted(table["level"].unique())
     return (float(levels[len(levels) // 2]) if levels else math.nan), table
-
-
-def masks_in_short(findings: Findings) -> list[str]:
-    """Return the first screen's sentence on masks under noise: pooled, one level, last snapshots only."""
-    level, table = _middle_level(findings)
-    if table.empty:
-        return []
-    labels = model_labels(findings.measurements.models, last_only=True)
-    shown = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
-    kinds = findings.measurements.models.set_index("model")["attention"]
-    kept = findings.measurements.masks.groupby("model")["kept"].max()
-    rows = {row["model"]: row for row in records(shown.reset_index())}
-    parts = []
-    for model, label in ((model, label) for model, label in labels.items() if model in rows):
-        supposed = f"; the mask that top-{kept[model]} would choose" * (kinds[model] in DENSE)
-        row = rows[model]
-        parts.append(f"{label} {row['exact']:.0%} (certified {row['certified']:.0%}{supposed})")
-    if not parts:
-        return []
-    changed, certified = int(shown["certified_changed"].sum()), int(shown["certified_rows"].sum())
-    others = int(table["certified_changed"].sum()) - changed
-    more = f" (and {others:,} under other noise or of other snapshots)" if others else ""
-    fault = f"{more}, which is an error of semdiag" if changed or others else ""
-    return [
-        f"Masks that survive noise of {noise_words(findings, level)} unchanged: {'; '.join(parts)}. "
-        f"Certified rows that changed: {changed:,} of {certified:,}{fault}."
-    ]
-
-
-def mask_sentences(findings: Findings) -> list[str]:
-    """Return a sentence on the noise, then a few per model: masks that survive, the part of Δ, and outputs."""
-    if findings.measurements.masks.empty:
-        return ["Not applicable: no mask of these models depends on the input, so none can change."]
-    table, effects = findings(mask_table), findings(effect_table)
-    sentences = [f"{mask_facts(findings)}."]
-    for model, label in model_labels(findings.measurements.models).items():
-        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
-        if rows.empty:
-            sentences.append(f"{label}: {mask_words(findings, model)}.")
-            continue
-        changed, certified = int(rows["certified_changed"].sum()), int(rows["certified_rows"].sum())
-        fault = ", which is an error of semdiag" if changed else ""
-        parts = list(_levels(findings, rows, effects[effects["model"] == model]))
-        parts.append(f"Certified rows that changed: {changed:,} of {certified:,}{fault}.")
-        sentences.append(f"{label} ({mask_words(findings, model)}): {' '.join(parts)}")
-    return sentences
-
-
-def _levels(findings: Findings, rows: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
-    outputs = effects.set_index("level")
-    masks = findings.measurements.masks
-    samples = masks.loc[masks["model"].isin(rows["model"]), "sample"].nunique()
-    for row in rows.to_dict("records"):
-        known = row["level"] in outputs.index
-        flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
-        promised = f"; certified {row['certified']:.1%}, predicted {row['predicted']:.1%}"
-        interval = interval_words(row["exact_low"], row["exact_high"], "{:.1%}".format, samples)
-        yield (
-            f"Under {noise_words(findings, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
-            f"the same ({interval}{'' if np.isnan(row['predicted']) else promised}), {row['agreement']:.1%} of "
-            f"their keys are kept; {_correlation(row, samples)}{flipped}."
-        )
-
-
-def _correlation(row: dict[Any, Any], samples: int) -> str:
-    """Return the correlation of Δ with changes of masks, or why it is unknown."""
-    rho, low, high = (row[name] for name in ("spearman", "spearman_low", "spearman_high"))
-    if np.isnan(rho):
-        same = "no mask changes" if row["agreement"] == 1 else "Δ or the agreement is the same everywhere"
-        return f"{same}, and Δ has no rank correlation with disagreement"
-    ends = interval_words(low, high, samples=samples, level="")
-    return f"rank correlation of Δ with disagreement {rho:.2f} ({ends})"
 
 
 def masks_glance(findings: Findings) -> Glance:
@@ -280,7 +204,7 @@ def _shown(name: str, result: Summary) -> Iterator[str | NumberTable | Folded]:
     left_out = len(whole) - len(short)
     note = [f"Shown are the {_LEAST_STABLE} heads whose masks change most. {not_shown(left_out)}"] * bool(left_out)
     yield Folded([NumberTable(_SHOWN_COLUMNS, short), *note], [NumberTable(_SHOWN_COLUMNS, whole)])
-    yield f"Certified rows that changed: {result['certified_changed']:,} of {result['certified_rows']:,}."
+    yield certified_words(result)
     yield from (_output(level) for level in levels if level["output"])  # unknown of an external model
 
 
@@ -299,97 +223,45 @@ def answer(findings: Findings) -> Answer:
             levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
         results[model] = json_ready(
             {
-                "mask": mask_words(findings, model),
-                "applicable": bool(precision) or not of_model.empty,
+                "mask": mask_words(findings, model), "applicable": bool(precision) or not of_model.empty,
                 "refused": refusals(findings, model),
                 "certified_changed": int(pooled["certified_changed"].sum()),
-                "certified_rows": int(pooled["certified_rows"].sum()),
-                "levels": levels,
-                "precision": precision,
+                "certified_rows": int(pooled["certified_rows"].sum()), "levels": levels, "precision": precision,
             }
-        )
+        )  # fmt: skip
         shown += _shown(title(findings, model), results[model])
     tables = {"mask_stability": with_facts(findings, all_by_name(table))}
     tables |= {"noise_effects": with_facts(findings, effects)} if len(effects) else {}
+    glance = masks_glance(findings)
+    folded = [each for one in shown for each in (one.short if isinstance(one, Folded) else [one])]
     return Answer(
-        masks_glance(findings),
-        masks_in_short(findings),
-        mask_sentences(findings),
-        tables=tables,
-        results=results,
+        glance, [glance.sentence] * (not table.empty),
+        [f"{mask_facts(findings)}.", *folded] if len(table) else folded, tables=tables, results=results,
         shown=shown,
-    )
+    )  # fmt: skip
 
 
 @drawing(
     "Share of queries whose mask stays exactly the same under input noise, per layer, with 95% "
     "intervals and the certified share dotted: {shown}.",
-    "A curve near 1 belongs to a layer whose masks this noise hardly changes. The dotted line is what can be "
+    "A curve near 1 belongs to noise that hardly changes the masks of a layer. The dotted line is what can be "
     "proven from Δ and the change of the scores alone; masks between it and the curves survive without a proof.",
 )
 def masks_unchanged(findings: Findings) -> Figure:
-    """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers."""
-    models = judged_models(findings)
-    table, by_layer = findings(mask_table), findings(heads_pooled)
-    figure, axes = panel_grid(len(models), height=2.9)
-    for ax, (model, name) in zip(axes, models, strict=True):
-        layers = by_layer[by_layer["model"] == model]
-        if layers["level"].nunique() > 1:
-            _against_noise(ax, layers, table[(table["model"] == model) & (table["layer"] == ALL)], findings)
-        else:
-            _against_layers(ax, layers, findings)
-        ax.set_title(name, fontsize=9)
-    axes[0].set_ylabel("share of masks unchanged, S′ = S")
-    return finished(
-        figure,
-        f"{mask_facts(findings)}.\nBands and bars: 95% intervals from resampled sequences; heads pooled by "
-        "mean; dotted: certified to be unchanged (all layers).",
-    )
+    """Draw the share of unchanged masks, a curve for each noise level against layers."""
+    table = findings(heads_pooled)
+    names = {"exact": "same", "exact_low": "low", "exact_high": "high"}
+    table = table.assign(curve=[f"noise {noise_words(findings, level)}" for level in table["level"]])
+    note = f"Bands: 95% intervals from resampled sequences. {mask_facts(findings)}" if len(table) else ""
+    return draw_survival(findings, "masks", table.rename(columns=names), note)
 
 
-def _against_noise(ax: Axes, by_layer: pd.DataFrame, all_layers: pd.DataFrame, findings: Findings) -> None:
-    layers = sorted(by_layer["layer"].unique())
-    for place, (layer, color) in enumerate(zip(layers, shades(len(layers)), strict=True)):
-        rows = by_layer[by_layer["layer"] == layer]
-        ax.plot(
-            rows["level"], rows["exact"], color=color, marker=MARKERS[place % len(MARKERS)], markersize=4,
-            label=f"layer {layer}",
-        )  # fmt: skip
-        ax.fill_between(rows["level"], rows["exact_low"], rows["exact_high"], color=color, alpha=0.25, linewidth=0)
-    all_layers = all_layers.sort_values("level")
-    ax.plot(
-        all_layers["level"], all_layers["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified"
-    )
-    ax.set_xscale("log")
-    ax.set_xticks(all_layers["level"], [noise_words(findings, level) for level in all_layers["level"]])
-    ax.set_xticks([], minor=True)
-    ax.set_xlabel("noise (standard deviation)")
-    ax.set_ylim(0, 1.03)
-
-
-def _against_layers(ax: Axes, rows: pd.DataFrame, findings: Findings) -> None:
-    layers = np.arange(len(rows))
-    ends = np.abs(np.stack([rows["exact"] - rows["exact_low"], rows["exact_high"] - rows["exact"]]))
-    color = shades(3)[1]
-    level = noise_words(findings, float(rows["level"].iloc[0]))
-    ax.errorbar(layers, rows["exact"], yerr=ends, color=color, marker="o", capsize=3, label=f"noise {level}")
-    ax.plot(layers, rows["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
-    number_layers(ax, rows["layer"].tolist(), layers.tolist())
-    ax.set_ylim(0, 1.03)
-
-
-HEADINGS = (
-    Heading(
-        "mask-stability",
-        "Do masks survive noise?",
-        (masks_unchanged,),
-        (
-            "A full-attention model drops no key: the mask judged is the one that top-k would choose from its "
-            "scores, on which its output does not depend.",
-            "Certified: the scores provably move too little to change the mask. A certified mask that changed "
-            "would be an error of semdiag.",
-            "The noise is Gaussian, unlike that of data or of an adversary. Intervals are about other inputs of "
-            "the same kind.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "mask-stability", "Do masks survive noise?", (masks_unchanged,),
+    "A full-attention model drops no key: the mask judged is the one that top-k would choose from its scores, on "
+    "which its output does not depend.",
+    "Certified: the scores provably move too little to change the mask. A certified mask that changed would be an "
+    "error of semdiag.",
+    "The noise is Gaussian, unlike that of data or of an adversary. Intervals are about other inputs of the same "
+    "kind.",
+)  # fmt: skip

@@ -165,16 +165,10 @@ def _strip(
     kept_noisy = None if chosen is None else _copies(chosen, samples, levels)[0].clamp(min=0)
     moved = _weights(noisy[0] if sign > 0 else -noisy[0], allowed, kept_noisy).sub_(weights).abs_().sum(-1)
     return {
-        "counted": keys > kept,
-        "separation": before.separation,
-        "common": common,
-        "changed": common < kept,
-        "certified": certified(width, before.separation, rounding),
-        "swing": swing,
-        "response": moved,
-        "kept": torch.full_like(before.separation, kept, dtype=torch.int64),
-        "keys": keys,
-    }
+        "counted": keys > kept, "separation": before.separation, "common": common, "changed": common < kept,
+        "certified": certified(width, before.separation, rounding), "swing": swing, "response": moved,
+        "kept": torch.full_like(before.separation, kept, dtype=torch.int64), "keys": keys,
+    }  # fmt: skip
 
 
 def _matched_strip(

@@ -19,8 +19,9 @@ from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject, plan_of
-from semdiag.measuring.table import Table
-from semdiag.questions.mask_stability import SUPPOSED_K, NoisePlan
+from semdiag.measuring.table import Table, columns_of
+from semdiag.presenting.options import SUPPOSED_K
+from semdiag.questions.mask_stability import NoisePlan
 from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, small_parts, token_size
 from semdiag_models import InputError
@@ -28,25 +29,17 @@ from semdiag_models import InputError
 MASKS = Table(
     "masks",
     "One row per noise level and query that drops a key.",
-    {
-        "model": "str",
-        "level": "float64",
-        **dict.fromkeys(("sample", "layer", "head", "query", "kept", "draws"), "int32"),
-        "separation": "float64",
-        **dict.fromkeys(("agreement", "exact", "certified"), "float32"),
-        "certified_changed": "int32",
-        **dict.fromkeys(("predicted", "swing_sd", "response"), "float32"),
-    },
+    columns_of(
+        "model str; level float64; sample layer head query kept draws int32; separation float64; agreement exact "
+        "certified float32; certified_changed int32; predicted swing_sd response float32"
+    ),
 )
 NOISE_EFFECTS = Table(
     "noise_effects",
     "One row per noise level and sample: what the noise does to the output.",
-    {
-        "model": "str",
-        "level": "float64",
-        "sample": "int32",
-        **dict.fromkeys(("logit_change", "flipped", "correct_before", "correct_after"), "float64"),
-    },
+    columns_of(
+        "model str; level float64; sample int32; logit_change flipped correct_before correct_after float64"
+    ),
 )
 
 
@@ -129,13 +122,10 @@ def effects_table(
     parts = []
     for at, level in enumerate(levels):
         columns = {
-            "level": level,
-            "sample": np.arange(count, dtype=np.int32),
-            "logit_change": change[at],
-            "flipped": flipped[at],
-            "correct_before": (before == truth).double() * known,
+            "level": level, "sample": np.arange(count, dtype=np.int32), "logit_change": change[at],
+            "flipped": flipped[at], "correct_before": (before == truth).double() * known,
             "correct_after": (after[:, at] == truth).double().mean(0) * known,
-        }
+        }  # fmt: skip
         parts.append(pd.DataFrame({"model": model, **columns}))
     return NOISE_EFFECTS.of_parts(parts)
 

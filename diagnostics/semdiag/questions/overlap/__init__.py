@@ -1,9 +1,8 @@
 """Do layers and heads keep the same keys?"""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from semdiag.presenting.options import check_least, option
+from semdiag.presenting.options import check_least, chosen
 from semdiag.presenting.question import Question
 
 
@@ -11,9 +10,7 @@ from semdiag.presenting.question import Question
 class OverlapPlan:
     """Which masks are compared."""
 
-    k: Annotated[
-        int, option("Full-attention models have no masks: compare those that top-k would choose, with this k.")
-    ] = 5
+    k: int = chosen(5, "Full-attention models have no masks: compare those that top-k would choose, with this k.")
 
     def __post_init__(self) -> None:
         check_least(self, k=1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_call import DENSE
@@ -13,8 +14,8 @@ from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval, interval_words, text, three_decimals
-from semdiag.presenting.answer import Answer, Heading, measured_glance, title, with_facts
-from semdiag.presenting.drawing.panels import CELLS, NothingToDrawError, hatch_missing, ink, model_labels
+from semdiag.presenting.answer import Answer, heading, measured_glance, title, with_facts
+from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, model_labels, name_cells
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 
@@ -70,13 +71,10 @@ def answer(findings: Findings) -> Answer:
             reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
             shown.append(f"{title(findings, model)}: {reason}")
     return Answer(
-        glance=measured_glance(findings, findings.measurements.overlap),
-        details=overlap_sentences(findings),
-        tables={"overlap": with_facts(findings, table)},
-        results=results,
-        more={"k": findings.measurements.provenance.get("overlap_k")},
-        shown=shown,
-    )
+        glance=measured_glance(findings, findings.measurements.overlap), details=overlap_sentences(findings),
+        tables={"overlap": with_facts(findings, table)}, results=results,
+        more={"k": findings.measurements.provenance.get("overlap_k")}, shown=shown,
+    )  # fmt: skip
 
 
 def _layer(layer: int) -> str:
@@ -93,7 +91,7 @@ _BETWEEN = {"layers": "two layers", "heads": "two heads of a layer", "previous":
 
 
 def overlap_sentences(findings: Findings) -> list[str]:
-    """Return a sentence for each model on how much the masks of layers, heads and successive queries overlap."""
+    """Return sentences for each model on how much the masks of layers, heads and successive queries overlap."""
     table, models = findings(overlap_table), findings.measurements.models
     kinds = dict(zip(models["model"], models["attention"], strict=True))
     ends = partial(interval_words, form="{:.3f}".format, level="")
@@ -108,11 +106,9 @@ def overlap_sentences(findings: Findings) -> list[str]:
         ]
         k = findings.measurements.provenance.get("overlap_k")
         supposed = f", the mask that top-{k} would choose" if kinds[model] in DENSE else ""
-        sentences.append(
-            f"{label}{supposed}: mean Jaccard index of the kept keys of {', of '.join(parts)}."
-            if parts
-            else f"{label}{supposed}: no query drops a key at both of two places, so nothing can be compared."
-        )
+        nothing = "no query drops a key at both of two places, so nothing can be compared"
+        said = [f"mean Jaccard index of the kept keys of {part}" for part in parts] or [nothing]
+        sentences += [f"{label}{supposed}: {each}." for each in said]
     return sentences
 
 
@@ -144,36 +140,23 @@ def mask_overlap(findings: Findings) -> Figure:
                 cells[at, -1] = row["jaccard"]
             else:
                 cells[at, to] = cells[to, at] = row["jaccard"]
-        image = ax.imshow(cells, vmin=0, vmax=1, cmap=CELLS, aspect="auto")
-        for (at, to), value in np.ndenumerate(cells) if len(layers) <= _WRITTEN else ():
-            if np.isfinite(value):
-                ax.text(to, at, f"{value:.2f}", ha="center", va="center", fontsize=9, color=ink(value))
-        step = max(1, len(layers) // 12)
-        shown = range(0, len(layers), step)
-        ax.set_xticks([*shown, len(layers) + 1], [*(str(layers[at]) for at in shown), "prev."])
-        ax.set_yticks(list(shown), [str(layers[at]) for at in shown])
+        heat_map(ax, cells, Normalize(0, 1), "{:.2f}".format if len(layers) <= _WRITTEN else None)
+        for axis in (ax.xaxis, ax.yaxis):
+            name_cells(axis, layers)
+        ax.set_xticks([len(layers) + 1], ["prev."], minor=True)
         ax.set_xlabel("layer; prev.: the query before")
         chance = of_model.loc[of_model["layer"] == ALL, "chance"]
         ax.set_title(f"{label}\nat random {chance.mean():.2f}", fontsize=9)
-        hatch_missing(ax)
     axes[0].set_ylabel("layer")
-    figure.colorbar(image, ax=axes, shrink=0.8).set_label("Jaccard index of kept keys", fontsize=9)
-    note_below(
-        figure, "mean over queries that drop a key, samples, pairs of heads; diagonal: two heads of a layer."
-    )
+    note = "Jaccard index of kept keys, mean over queries that drop a key, samples, pairs of heads; diagonal: two "
+    note_below(figure, note + "heads of a layer.")
     return figure
 
 
-HEADINGS = (
-    Heading(
-        "overlap",
-        "Do layers keep the same keys?",
-        (mask_overlap,),
-        (
-            "A model that keeps every key is judged by the masks that top-k would choose from its scores. Queries "
-            "with too few keys to drop one are left out.",
-            "The index counts keys, not weights: two heads may share all but the key that matters. Masks that do "
-            "not depend on the input overlap by construction.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "overlap", "Do layers keep the same keys?", (mask_overlap,),
+    "A model that keeps every key is judged by the masks that top-k would choose from its scores. Queries with "
+    "too few keys to drop one are left out.",
+    "The index counts keys, not weights: two heads may share all but the key that matters. Masks that do not "
+    "depend on the input overlap by construction.",
+)  # fmt: skip

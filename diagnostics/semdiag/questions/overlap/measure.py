@@ -18,19 +18,14 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import check_rows, scored_rows
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.probe import Probe, Subject, plan_of
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.overlap import OverlapPlan
 
 OVERLAP = Table(
     "overlap",
     "One row per sample and pair of places: two heads of one or of two layers for the same query (kind pair), or "
     "one head for a query and the one before it (kind previous). queries: how many drop a key at both places.",
-    {
-        "model": "str",
-        "kind": "str",
-        **dict.fromkeys(("sample", "layer", "head", "other_layer", "other_head", "queries"), "int32"),
-        **dict.fromkeys(("jaccard", "chance"), "float64"),
-    },
+    columns_of("model kind str; sample layer head other_layer other_head queries int32; jaccard chance float64"),
 )
 _ENTRIES = 2**26  # of the masks that are compared at a time
 
@@ -182,13 +177,10 @@ def _table(
     ends = zip(("layer", "head", "other_layer", "other_head"), columns, strict=True)
     return pd.DataFrame(
         {
-            **dict(ends),
-            "kind": kind,
-            "queries": queries.numpy(),
-            "jaccard": jaccard.numpy(),
+            **dict(ends), "kind": kind, "queries": queries.numpy(), "jaccard": jaccard.numpy(),
             "chance": chance.numpy(),
         }
-    )
+    )  # fmt: skip
 
 
 def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared: Tensor) -> float:
@@ -221,9 +213,6 @@ def _measure(subject: Subject, plan: OverlapPlan, prepared: Any) -> Mapping[str,
 
 
 PROBE = Probe(
-    "overlap",
-    OverlapPlan,
-    (OVERLAP,),
-    _measure,
+    "overlap", OverlapPlan, (OVERLAP,), _measure,
     provenance=lambda plan, samples, few: {"overlap_k": plan.k, "probe_samples": few},
-)
+)  # fmt: skip

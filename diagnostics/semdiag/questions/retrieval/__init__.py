@@ -1,9 +1,9 @@
 """Does a model with real masks still find what it was told long ago?"""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from semdiag.presenting.options import SHARED, listed_names, option, whole_numbers
+from semdiag.presenting.options import chosen, listed_names, shared, whole_numbers
 from semdiag.presenting.question import Asked, Question
 
 TASKS = {
@@ -18,19 +18,19 @@ TASKS = {
 class RetrievalPlan:
     """Which texts are made, and with which masks the model reads them."""
 
-    tasks: Annotated[
-        tuple[str, ...], option(f"What is to be found, of {', '.join(TASKS)}.", metavar="TASK,TASK"), listed_names
-    ] = ("passkey", "induction")
-    kinds: Annotated[
-        tuple[str, ...],
-        option("Kinds of sparse attention, of k-sweep or of engines (tile-64x64, skip-8).", metavar="KIND,KIND"),
-        listed_names,
-    ] = ("topk", "tile-64x64", "window")
-    ks: Annotated[
-        tuple[int, ...], option("How many keys each query keeps.", "--k", metavar="K,K"), whole_numbers
-    ] = (64, 256)
-    lengths: Annotated[tuple[int, ...], option("Tokens of the texts.", metavar="L,L"), whole_numbers] = (512, 1024)
-    samples: Annotated[int, SHARED] = 8  # texts for each task, length and depth
+    tasks: tuple[str, ...] = chosen(
+        ("passkey", "induction"), f"What is to be found, of {', '.join(TASKS)}.",
+        metavar="TASK,TASK", read=listed_names,
+    )  # fmt: skip
+    kinds: tuple[str, ...] = chosen(
+        ("topk", "tile-64x64", "window"), "Kinds of sparse attention, of k-sweep or of engines (tile-64x64, "
+        "skip-8).", metavar="KIND,KIND", read=listed_names,
+    )  # fmt: skip
+    ks: tuple[int, ...] = chosen(
+        (64, 256), "How many keys each query keeps.", "--k", metavar="K,K", read=whole_numbers,
+    )  # fmt: skip
+    lengths: tuple[int, ...] = chosen((512, 1024), "Tokens of the texts.", metavar="L,L", read=whole_numbers)
+    samples: int = shared(8)  # texts for each task, length and depth
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)  # where in the text it is told: 0 at its start, 1 at its end
 
     def __post_init__(self) -> None:

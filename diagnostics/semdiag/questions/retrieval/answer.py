@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval, percent, plain, text, whole_percent
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, title
+from semdiag.presenting.answer import Answer, Glance, Outcome, heading, title
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends
 from semdiag.presenting.drawing.style import drawing, note_below, palette, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -164,18 +164,12 @@ def retrieval_by_distance(findings: Findings) -> Figure:
     return figure
 
 
-HEADINGS = (
-    Heading(
-        "retrieval",
-        "Does it still find what it was told?",
-        (retrieval_by_distance,),
-        (
-            "The texts are made up, from the model's own tokenizer: they say whether a fact can be reached, not "
-            "how often texts of your own need one.",
-            "An answer is right if each of its tokens is the likeliest after those before it. The model does not "
-            "write: one that would answer in other words counts as wrong.",
-            "Intervals are exact for texts drawn like these (Clopper and Pearson). Perplexity is that of the "
-            "filler text, which is easier than most.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "retrieval", "Does it still find what it was told?", (retrieval_by_distance,),
+    "The texts are made up, from the model's own tokenizer: they say whether a fact can be reached, not how often "
+    "texts of your own need one.",
+    "An answer is right if each of its tokens is the likeliest after those before it. The model does not write: "
+    "one that would answer in other words counts as wrong.",
+    "Intervals are exact for texts drawn like these (Clopper and Pearson). Perplexity is that of the filler text, "
+    "which is easier than most.",
+)  # fmt: skip

@@ -21,7 +21,7 @@ from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import in_evaluation, no_room, running
 from semdiag.measuring.calls.tile_weights import TILES, TileWeights
 from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.k_sweep.budgets import OF_ENGINES, masks_of
 from semdiag.questions.k_sweep.rerun import NO_MASK
 from semdiag.questions.retrieval import RetrievalPlan
@@ -32,9 +32,10 @@ RETRIEVAL = Table(
     "One row per task, length, text and mask (none: the model as it is). distance: tokens from the answer back to "
     "where it was told. tokens: of the answer, of which hits were the likeliest after those before them; loss: "
     "their cross-entropy. text_loss: that of the other text_tokens (nats, sums).",
-    {"model": "str", "task": "str", "length": "int32", "distance": "int32", "sample": "int32", "mask": "str"}
-    | dict.fromkeys(("k", "tokens", "hits", "text_tokens"), "int64")
-    | dict.fromkeys(("loss", "text_loss"), "float64"),
+    columns_of(
+        "model task str; length distance sample int32; mask str; k tokens hits text_tokens int64; loss text_loss "
+        "float64"
+    ),
 )
 # What is told, piece by piece, with # in place of the answer; and the question.
 _TEXTS = {

@@ -1,6 +1,6 @@
 """How far can a top-k be trusted?"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -13,86 +13,46 @@ from semdiag.presenting.question import Asked, Question
 
 if TYPE_CHECKING:
     from semdiag.presenting.answer import Answer
-    from semdiag.questions.selections.compare import OwnSelections, Saving
 
 _asked = partial(option, panel="What is asked")
-_OF_MODELS = (
-    *("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head"),
-    *("out", "figures", "save"),
-)
+_OF_MODELS = ("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head", "save")
 _OF_FILES = ("against", "causal", "keys", "layout")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
 
 def _ask(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            help="A .npz, .safetensors or .parquet file with indices (rows × k, -1 for none) and, where they are "
-            "known, scores (rows × n), lengths, starts and documents. Or a model, hf:PATH or "
-            "package.module:function: what it chooses itself.",
-            show_default=False,
-        ),
-    ],
-    against: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="FILE",
-            help="What another engine chose for the same rows: compare the two.",
-            show_default=False,
-        ),
-    ] = None,
-    format: Annotated[
-        str,
-        _asked(
-            "The precision in which the engine computed its scores: float32, bfloat16, float16, "
-            "float8_e4m3fn, float8_e5m2, float64. It says what rounding explains; of a model, which choices are "
-            "certified (bfloat16 if it is left out).",
-            metavar="NAME",
-        ),
-    ] = "float32",
-    causal: Annotated[
-        bool,
-        _asked(
-            "Keys after the query may not be chosen. The last dimension before the keys is the query's, and "
-            "queries are the last tokens.",
-            "--causal",
-        ),
-    ] = False,
-    keys: Annotated[
-        int | None, _asked("How many keys there are, if the file has no scores.", show_default=False)
-    ] = None,
-    layout: Annotated[
-        str,
-        _asked(
-            "With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the "
-            "second file behind a colon if they are others. Default: tokens; tokens,layers; "
-            "batch,sequence,layers; batch,sequence,layers,heads.",
-            metavar="NAME,NAME[:NAME,NAME]",
-            show_default=False,
-        ),
-    ] = "",
-    save: Annotated[
-        Path | None,
-        options.output_option(
-            "Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such "
-            "files can be compared.",
-            metavar="FILE.npz",
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        options.output_option(
-            "Of a model: write a figure of its first sample into this folder: what is chosen, left out and "
-            "forbidden.",
-            metavar="DIR",
-            show_default=False,
-        ),
-    ] = None,
+    file: Annotated[Path, typer.Argument(
+        help="A .npz, .safetensors or .parquet file with indices (rows × k, -1 for none) and, where they are "
+        "known, scores (rows × n), lengths, starts and documents. Or a model, hf:PATH or "
+        "package.module:function: what it chooses itself.", show_default=False,
+    )],
+    against: Annotated[Path | None, typer.Argument(
+        help="What another engine chose for the same rows: compare the two.", metavar="FILE", show_default=False,
+    )] = None,
+    format: Annotated[str, _asked(
+        "The precision in which the engine computed its scores: float32, bfloat16, float16, float8_e4m3fn, "
+        "float8_e5m2, float64. It says what rounding explains; of a model, which choices are certified (bfloat16 "
+        "if it is left out).", metavar="NAME",
+    )] = "float32",
+    causal: Annotated[bool, _asked(
+        "Keys after the query may not be chosen. The last dimension before the keys is the query's, and queries "
+        "are the last tokens.", "--causal",
+    )] = False,
+    keys: Annotated[int | None, _asked(
+        "How many keys there are, if the file has no scores.", show_default=False,
+    )] = None,
+    layout: Annotated[str, _asked(
+        "With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the second file "
+        "behind a colon if they are others. Default: tokens; tokens,layers; batch,sequence,layers; "
+        "batch,sequence,layers,heads.", metavar="NAME,NAME[:NAME,NAME]", show_default=False,
+    )] = "",
+    save: Annotated[Path | None, options.output_option(
+        "Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such files "
+        "can be compared.", metavar="FILE.npz", show_default=False,
+    )] = None,
     *,
     shared: Asked,
-) -> None:
+) -> None:  # fmt: skip
     from semdiag.capturing import pretrained
     from semdiag.capturing.loading import recognised
     from semdiag_models import InputError
@@ -104,9 +64,7 @@ def _ask(
         other = "a model" if of_model else "not one"
         raise InputError(f"{word} applies to {what}, and {file} is {other}. Leave it out.")
     if of_model:
-        if "figures" in shared.typed and out is None:
-            raise InputError("--figures says how to write a figure, and --out DIR where. Name a folder.")
-        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save, out)
+        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save)
     if against is not None:
         if causal or keys is not None:
             raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
@@ -116,14 +74,13 @@ def _ask(
     _check(file, format, causal, keys, shared)
 
 
-def _own(model: Path, format: str, shared: Asked, save: Path | None, out: Path | None) -> NoReturn:
+def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn:
     """Measure what a model selects."""
     from semdiag.capturing.batches import split
     from semdiag.capturing.inputs import read_batches
     from semdiag.capturing.loading import load
     from semdiag.mathematics.rounding import number_format
     from semdiag.measuring.measure import DTYPES
-    from semdiag.presenting.options import listed_names
     from semdiag.presenting.terminal import tell
     from semdiag.questions.selections.answer import own_answer, own_summary
     from semdiag.questions.selections.compare import Saving, own_selections
@@ -132,8 +89,6 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None, out: Path |
 
     kind, conditions = number_format(format), shared.conditions()
     saving = None if save is None else Saving(save)
-    if out is not None and out.exists() and not out.is_dir():
-        raise InputError(f"--out takes the name of a folder, and {out} is a file.")
     device = find_device(conditions.device)
     loaded = load(model, head=conditions.head)
     if not loaded.external:
@@ -146,35 +101,11 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None, out: Path |
         batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
     dtype = conditions.decided([loaded], device).dtype
     measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
-    formats = [name for name in listed_names(shared.values["figures"]) if name != "none"]
-    written = _write(measured, saving, out, formats)
+    written = [] if saving is None else saving.write()
     if written and not shared.values["quiet"]:
         tell(f"Written: {', '.join(map(str, written))}")
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
     _deliver(own_summary(measured, str(model), kind.name, options), shared, own_answer)
-
-
-def _write(
-    measured: "OwnSelections", saving: "Saving | None", out: Path | None, formats: Sequence[str]
-) -> list[Path]:
-    """Write what a model chose into files, and the figure of its first sample, also narrow for telephones."""
-    from semdiag.presenting.drawing.panels import NothingToDrawError
-    from semdiag.presenting.drawing.style import save_figure, stacked
-    from semdiag.questions.selections.figures import selection_maps
-    from semdiag_models import InputError
-
-    written = [] if saving is None else saving.write()
-    if out is None or not formats:
-        return written
-    try:
-        written += save_figure(selection_maps(measured.maps), out / "selections", formats)
-        with stacked():
-            narrow = selection_maps(measured.maps)
-        return written + save_figure(narrow, out / "selections-narrow", formats[:1])
-    except NothingToDrawError as reason:
-        raise InputError(f"There is no figure to write to {out}. {reason}") from None
-    except OSError as error:
-        raise InputError(f"{out} cannot be written to: {error.strerror or error}.") from None
 
 
 def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Asked) -> NoReturn:
@@ -265,5 +196,5 @@ QUESTION = Question(
     [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
     """,
     ask=_ask,
-    leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query"),
+    leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query", "figures"),
 )

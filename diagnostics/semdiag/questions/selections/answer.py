@@ -269,30 +269,19 @@ def _row(entry: OwnSelection) -> dict[str, Any]:
     counts = sum((part.counts for part in parts), Counter[str]())
     keys, later = first.kind == "keys", first.kind == "keys" and first.causal
     return {
-        "module": entry.module,
-        "layer": entry.layer,
-        "kind": first.kind,
-        "choices": max(part.choices for part in parts),
-        "k": max(part.k for part in parts),
+        "module": entry.module, "layer": entry.layer, "kind": first.kind,
+        "choices": max(part.choices for part in parts), "k": max(part.k for part in parts),
         "groups": None if first.groups is None else {"of": first.groups[0], "chosen": first.groups[1]},
-        "margin_of": "logits" if first.logits else "scores",
-        "rows": len(margin),
-        "padded": sum(part.padded for part in parts),
-        "padding_known": not any(part.unmatched for part in parts),
-        "deciding": number,
-        "inactive": not number,
-        "margin_median": spread["p50"],
-        "margin_p5": spread["p5"],
-        "ties": int((margin == 0).sum()),
-        "certified": certified,
+        "margin_of": "logits" if first.logits else "scores", "rows": len(margin),
+        "padded": sum(part.padded for part in parts), "padding_known": not any(part.unmatched for part in parts),
+        "deciding": number, "inactive": not number, "margin_median": spread["p50"], "margin_p5": spread["p5"],
+        "ties": int((margin == 0).sum()), "certified": certified,
         "certified_share": certified / number if number else None,
-        "counts": {name: counts[name] for name in CLASSES},
-        "faults": sum(counts[name] for name in FAULTS),
-        "future": counts["future"] if later else None,
-        "padding": counts["padding"] if keys else None,
+        "counts": {name: counts[name] for name in CLASSES}, "faults": sum(counts[name] for name in FAULTS),
+        "future": counts["future"] if later else None, "padding": counts["padding"] if keys else None,
         "first_kept_share": sum(part.first_kept for part in parts) / number if keys and number else None,
         "load": _load(entry, len(margin)),
-    }
+    }  # fmt: skip
 
 
 def _load(entry: OwnSelection, rows: int) -> dict[str, Any] | None:
@@ -313,27 +302,16 @@ def comparison_summary(
     diverged = layers.loc[layers["changed"] > 0, "layer"]
     classes = rows["class"].value_counts()
     entry = {
-        "file": file,
-        "against": against,
-        "tokens": compared.tokens,
-        "heads": int(rows["head"].max()) + 1,
-        "k": compared.k,
-        "format": compared.format,
-        "rows": len(rows),
-        "overlap": float(rows["overlap"].mean()),
-        "changed": int((rows["overlap"] < 1).sum()),
-        "displacement": _mean_and_largest(rows["displacement"]),
+        "file": file, "against": against, "tokens": compared.tokens, "heads": int(rows["head"].max()) + 1,
+        "k": compared.k, "format": compared.format, "rows": len(rows), "overlap": float(rows["overlap"].mean()),
+        "changed": int((rows["overlap"] < 1).sum()), "displacement": _mean_and_largest(rows["displacement"]),
         "classes": {str(name): int(number) for name, number in classes.items()},
-        "by_own_scores": compared.by_own_scores,
-        "layouts": list(compared.layouts),
-        "ignored": list(compared.ignored),
-        "first_layer": None if diverged.empty else int(diverged.iloc[0]),
-        "lost": {"of": compared.weight_of, **_mean_and_largest(rows["lost"])},
-        "worst": _least_overlap(rows),
+        "by_own_scores": compared.by_own_scores, "layouts": list(compared.layouts),
+        "ignored": list(compared.ignored), "first_layer": None if diverged.empty else int(diverged.iloc[0]),
+        "lost": {"of": compared.weight_of, **_mean_and_largest(rows["lost"])}, "worst": _least_overlap(rows),
         "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
-        "layers": layers.to_dict("records"),
-        "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
-    }
+        "layers": layers.to_dict("records"), "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
+    }  # fmt: skip
     return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
 
 
@@ -375,13 +353,10 @@ def check_summary(checked: CheckedSelection, file: str, provenance: dict[str, An
     ]
     facts = ("not_checked", "not_judged", "k", "keys", "format", "counts", "faults")
     entry = {
-        "file": file,
-        "rows": len(checked.rows),
-        **{name: getattr(checked, name) for name in facts},
-        "passed": not checked.faults,
-        "worst": _numbers(checked.worst),
+        "file": file, "rows": len(checked.rows), **{name: getattr(checked, name) for name in facts},
+        "passed": not checked.faults, "worst": _numbers(checked.worst),
         "worst_of_class": {name: _numbers(checked.worst_of(name)) for name in present},
-    }
+    }  # fmt: skip
     return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
 
 

@@ -149,15 +149,10 @@ def _last(scores: Tensor, dim: int) -> bool:
 
 
 _HANDLERS: dict[Any, Callable[..., None]] = {
-    _ATEN.topk.default: _Watch.topk,
-    _ATEN.argmax.default: _Watch.argmax,
-    _ATEN.sort.default: _Watch.sort,
-    _ATEN.sort.stable: _Watch.sort,
-    _ATEN.slice.Tensor: _Watch.sliced,
-    _ATEN.gather.default: _Watch.gather,
-    _ATEN._softmax.default: _Watch.softmax,
-    _ATEN.sigmoid.default: _Watch.sigmoid,
-}
+    _ATEN.topk.default: _Watch.topk, _ATEN.argmax.default: _Watch.argmax, _ATEN.sort.default: _Watch.sort,
+    _ATEN.sort.stable: _Watch.sort, _ATEN.slice.Tensor: _Watch.sliced, _ATEN.gather.default: _Watch.gather,
+    _ATEN._softmax.default: _Watch.softmax, _ATEN.sigmoid.default: _Watch.sigmoid,
+}  # fmt: skip
 
 
 def in_stages(selected: list[Selected]) -> list[tuple[Selected, Selected | None]]:
@@ -274,29 +269,14 @@ class Choices:
     real: Tensor  # bool (rows,), false for padding
     first: Tensor  # int64 (rows,), the first key that is not padding; 0 for experts
 
-    @property
-    def available(self) -> Tensor:
-        """Return which choices no mask forbids, bool (rows, n); groups that were not chosen are forbidden."""
-        return self.order > torch.finfo(self.order.dtype).min / 2
-
-    @property
-    def kept(self) -> Tensor:
-        """Return which available choices were chosen, bool (rows, n)."""
-        marked = torch.zeros(len(self.order), self.order.shape[1] + 1, dtype=torch.bool)
-        marked.scatter_(1, self.indices.where(self.indices >= 0, self.order.shape[1]), True)
-        return marked[:, :-1] & self.available
-
 
 def own_rows(
     place: Place, chosen: Selected, group: Selected | None, into: NumberFormat
 ) -> tuple[OwnRows, Choices]:
     """Return what a selection chose for all real tokens together, and token by token."""
     k, n, keys, samples = (
-        chosen.indices.shape[-1],
-        chosen.scores.shape[-1],
-        place.kind == "keys",
-        place.tokens.samples,
-    )
+        chosen.indices.shape[-1], chosen.scores.shape[-1], place.kind == "keys", place.tokens.samples,
+    )  # fmt: skip
     flat = chosen.scores.ndim == 2
     shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
     real, unmatched = _real(place, shape[-1])

@@ -367,14 +367,9 @@ def check_selection(
     rows = _table(shape, allowed, kind, *judged)
     counts = rows["class"].value_counts()
     return CheckedSelection(
-        counts={name: int(counts[name]) for name in CLASSES},
-        rows=rows,
-        k=chosen.shape[-1],
-        keys=known,
-        format=kind.name,
-        not_checked=allowed.counts.numel() - len(rows),
-        not_judged=int(counts[NOT_JUDGED]),
-    )
+        counts={name: int(counts[name]) for name in CLASSES}, rows=rows, k=chosen.shape[-1], keys=known,
+        format=kind.name, not_checked=allowed.counts.numel() - len(rows), not_judged=int(counts[NOT_JUDGED]),
+    )  # fmt: skip
 
 
 def _recomputed(
@@ -453,14 +448,11 @@ def _table(
     separation = torch.where(worst == left, 0.0, worst - left)
     separation = torch.where(left.isnan() & ~worst.isnan(), torch.inf, separation)
     columns = {
-        "worst_chosen": worst,
-        "kth": kth,
-        "gap": gap,
-        "gap_ulps": last_places(gap, torch.fmax(worst.abs(), kth.abs()), kind),
-        "left_out": left,
+        "worst_chosen": worst, "kth": kth, "gap": gap,
+        "gap_ulps": last_places(gap, torch.fmax(worst.abs(), kth.abs()), kind), "left_out": left,
         "separation": separation,
         "separation_ulps": last_places(separation, torch.fmax(worst.abs(), left.abs()), kind),
-    }
+    }  # fmt: skip
     return pd.DataFrame(
         {
             **{f"dim_{axis}": place for axis, place in enumerate(places)},

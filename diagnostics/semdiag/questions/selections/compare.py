@@ -134,15 +134,11 @@ def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
         lost = weight_lost(one.sets, other.sets, one.weight)
     return pd.DataFrame(
         {
-            "token": np.arange(number) // each,
-            "layer": layer,
-            "head": head,
-            "overlap": overlap.numpy(),
+            "token": np.arange(number) // each, "layer": layer, "head": head, "overlap": overlap.numpy(),
             "displacement": displacement.numpy(),
-            "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]),
-            "lost": lost.numpy(),
+            "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]), "lost": lost.numpy(),
         }
-    )
+    )  # fmt: skip
 
 
 def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> np.ndarray:
@@ -269,31 +265,6 @@ def _widened(rows: Tensor, width: int, filler: float) -> Tensor:
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=filler)
 
 
-LARGEST = 256  # queries, and keys: more cannot be made out
-FORBIDDEN, LEFT_OUT, KEPT = 0, 1, 2
-
-
-@dataclass(frozen=True, eq=False)
-class SampleMap:
-    """One selection of one sample."""
-
-    module: str  # that selects
-    kind: str  # experts, keys or blocks
-    # uint8 (queries, choices) of ``FORBIDDEN``, ``LEFT_OUT`` (available and not chosen) and ``KEPT``
-    states: NDArray[np.uint8]
-    cut: bool  # whether there are more queries or choices
-
-
-def sample_map(module: str, choices: Choices) -> SampleMap:
-    """Return the map of the first sample, from its first to its last real token; of several heads, the first."""
-    rows = slice(0, choices.shape[-1])  # samples come first, then heads, then queries
-    states = choices.available[rows].byte() + choices.kept[rows].byte()
-    real = choices.real[rows].nonzero()[:, 0]
-    inside = slice(int(real[0]), int(real[-1]) + 1) if len(real) else slice(0, 0)
-    states = states[inside, inside] if choices.kind == "keys" else states[inside]
-    return SampleMap(module, choices.kind, states[:LARGEST, :LARGEST].numpy(), max(states.shape) > LARGEST)
-
-
 @dataclass
 class OwnSelection:
     """What one selection of a model chose, in all batches."""
@@ -310,7 +281,6 @@ class OwnSelections:
     selections: list[OwnSelection]  # in the order in which they ran
     # number of selections whose rows are not tokens, by module and shape
     others: Counter[tuple[str, tuple[int, ...]]]
-    maps: list[SampleMap] = field(default_factory=list)  # maps of the first sample
 
 
 def own_selections(
@@ -336,7 +306,7 @@ def own_selections(
             "seen in it whose rows are its tokens. This is for models with routers or indexers; what a selection "
             f"would cost a model without: semdiag k-sweep {loaded.path} --rerun"
         )
-    return OwnSelections(entries, collector.others, collector.maps)
+    return OwnSelections(entries, collector.others)
 
 
 class _Collector:
@@ -345,12 +315,10 @@ class _Collector:
     def __init__(self, path: str, kind: NumberFormat, model: nn.Module, saving: Saving | None) -> None:
         self.tokens = Tokens(0, frozenset(), {})
         self.others: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self.maps: list[SampleMap] = []
         self.failure: Exception | None = None  # ours, not the model's
         self._path, self._kind, self._causal, self._saving = path, kind, causal_modules(model), saving
         self._found: dict[tuple[str, int, str, int], OwnSelection] = {}
         self._ids: Tensor | None = None
-        self._first = True
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module, batch: Batch) -> Iterator[None]:
@@ -359,7 +327,6 @@ class _Collector:
         self._ids = next(iter(token_ids(batch).values()), None)
         with watch_selections(model, self.consume):
             yield
-        self._first = False
 
     def consume(self, name: str, module: nn.Module, selected: list[Selected]) -> None:
         """Take what a module has selected."""
@@ -386,11 +353,8 @@ class _Collector:
         key = name, number, chooses, shape[-1] if chooses == "experts" else 0
         entry = OwnSelection(name, int(layer[0]) if layer else None)
         self._found.setdefault(key, entry).parts.append(rows)
-        if chosen.positions or not name:  # positions in a table of other choices, or outside all parts
-            return
-        if self._first:
-            self.maps.append(sample_map(name, choices))
-        if self._saving is not None:
+        # not positions in a table of other choices, or what is outside all parts
+        if self._saving is not None and name and not chosen.positions:
             self._saving.add(name, number, choices, None if self._ids is None else self._ids.cpu())
 
     def of_parts(self) -> list[OwnSelection]:

@@ -16,6 +16,5 @@ QUESTION = Question(
     """,
     takes=("k", "every", *SAMPLING),
     leave_out=(),
-    beside=("within",),
     external=False,
 )

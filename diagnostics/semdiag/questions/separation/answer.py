@@ -22,14 +22,24 @@ from semdiag.measuring.findings.estimates import (
 )
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
 from semdiag.measuring.words import counted, span_words
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, drawn_word, percentile_csv, top_words
+from semdiag.presenting.answer import (
+    Answer,
+    Glance,
+    Outcome,
+    drawn_word,
+    heading,
+    percentile_csv,
+    top_words,
+)
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
     Panel,
     Series,
     exceedance_curve,
+    kinds_of,
     layer_boxes,
+    layers_span,
     logarithmic_limits,
     panels_of,
     positive_range,
@@ -189,7 +199,11 @@ def separation_by_layer(findings: Findings) -> Figure:
         logarithmic_limits(ax, low, high)
         shown = [series for series in panel.series if _defined(pooled.get(series.model))]
         layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
-        title_with_facts(ax, panel.title, _shares("Δ ≤ 0 of queries", shown, pooled))
+        apart = [series for series in shown if pooled[series.model]["p50"] > 0] or shown
+        found = (
+            f"{layers_span('Δ', (tables[series.model] for series in apart))} with {' and '.join(kinds_of(apart))}"
+        )
+        title_with_facts(ax, f"{panel.title}: {found}", _shares("Δ ≤ 0 of queries", shown, pooled))
     axes[0].set_ylabel("semantic separation Δ (nats)")
     return finished(
         figure,
@@ -212,23 +226,12 @@ def _shares(words: str, series: Sequence[Series], pooled: Mapping[str, Percentil
     return [f"{words}: {', '.join(said)}"] if said else []
 
 
-HEADINGS = (
-    Heading(
-        "separation",
-        "Is the mask well separated?",
-        (separation_by_layer,),
-        (
-            "Full attention drops no key, so Δ is undefined there. Masks that ignore the scores, and bottom-k, "
-            "drop larger ones than they keep: Δ ≤ 0. A tie has Δ = 0.",
-        ),
-    ),
-    Heading(
-        "load",
-        "Which keys carry the load?",
-        (key_load,),
-        (
-            "Loads are raw counts within one sequence, layers and heads pooled. They count how often a key is "
-            "kept, not the weight it gets.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "separation", "Is the mask well separated?", (separation_by_layer,),
+    "Full attention drops no key, so Δ is undefined there. Masks that ignore the scores, and bottom-k, drop "
+    "larger ones than they keep: Δ ≤ 0. A tie has Δ = 0.",
+) + heading(
+    "load", "Which keys carry the load?", (key_load,),
+    "Loads are raw counts within one sequence, layers and heads pooled. They count how often a key is kept, not "
+    "the weight it gets.",
+)  # fmt: skip

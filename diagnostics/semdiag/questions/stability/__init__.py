@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 from semdiag.presenting import options
 from semdiag.presenting.question import Question
@@ -23,7 +22,7 @@ def check_levels(levels: Sequence[float]) -> None:
 class SecantsPlan:
     """Which noise is added."""
 
-    levels: Annotated[tuple[float, ...], options.NOISE, options.positive_numbers] = (NOISE,)
+    levels: tuple[float, ...] = options.chosen((NOISE,), options.NOISE, read=options.positive_numbers)
 
     def __post_init__(self) -> None:
         check_levels(self.levels)

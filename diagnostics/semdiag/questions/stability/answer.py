@@ -34,8 +34,8 @@ from semdiag.measuring.words import counted, interval_words, number_words, perce
 from semdiag.presenting.answer import (
     Answer,
     Glance,
-    Heading,
     Outcome,
+    heading,
     title,
     verdict_line,
     verdict_table,
@@ -231,15 +231,11 @@ def answer(findings: Findings) -> Answer:
     if len(gains := findings.measurements.gains):
         medians = gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median()
         tables["gains"] = medians.reset_index()
+    glance = stability_glance(findings)
     return Answer(
-        stability_glance(findings),
-        stability_in_short(findings),
-        [*stability_sentences(findings), *gain_sentences(findings)],
-        judged,
-        tables=tables,
-        results=results,
-        shown=shown,
-    )
+        glance, [glance.sentence], [*stability_sentences(findings), *gain_sentences(findings)], judged,
+        tables=tables, results=results, shown=shown,
+    )  # fmt: skip
 
 
 def _result(measured: Measurements, attention: str) -> Summary:
@@ -313,16 +309,6 @@ def exceeding_pairs(findings: Findings) -> dict[str, dict[str, Any]]:
     return exceeding
 
 
-def stability_in_short(findings: Findings) -> list[str]:
-    """Return how often each form of ξ was exceeded, all models together."""
-    names = {OF_PAIR: "the sound ξ of the pair", "sound": "the sound ξ", "paper": "the paper's ξ"}
-    parts = []
-    for form, counts in findings(exceeding_pairs).items():
-        loose = f" (too loose to test for {counts['vacuous']:,})" if counts["vacuous"] else ""
-        parts.append(f"{counts['violated']:,} of {counts['rows']:,} exceed {names[form]}{counts['fixed']}{loose}")
-    return [f"Softmax stability, measured pairs of rows: {'; '.join(parts)}."] if parts else []
-
-
 def stability_sentences(findings: Findings) -> list[str]:
     """Return whether ξ bounds the measured changes, form by form, and whose attention moves more."""
     sentences = []
@@ -346,7 +332,7 @@ def _response(row: Mapping[Any, Any], samples: int) -> str:
     more = "more" if min(row["low"], row["ratio"]) > 1 else "less" if max(row["high"], row["ratio"]) < 1 else ""
     if more:
         return f"{start} moves this model's attention {more} than its counterpart's ({means})."
-    return f"{start} does not tell whether this model's attention moves more than its counterpart's ({means})."
+    return f"{start}: inconclusive whether this model's attention moves more than its counterpart's ({means})."
 
 
 def gain_sentences(findings: Findings) -> list[str]:
@@ -428,23 +414,16 @@ def stability_curves(findings: Findings) -> Figure:
         f"{labels[model]}, layer {layer} ({number})"
         for (model, layer), number in zip(found.index.tolist(), found, strict=True)
     ]
+    levels = ", ".join(percent(level, "g") for level in sorted(rows["level"].unique()))
+    samples = counted(int(rows.groupby("model")["sample"].nunique().max()), "sample")
     return finished(
         figure,
-        f"{_noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
+        f"input noise {levels} of each embedded token's RMS, {samples} per model, one draw each; at most {POINTS} "
+        f"points per panel.\nUp to {_EXCEEDING} above the "
         "paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
         "it says nothing. Rows of top-k masks are not shown: their ξ depends on Δ as well."
         + (f"\nAbove the paper's form, most first: {'; '.join(above)}." if above else ""),
     )
-
-
-def _noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Return in words the noise level, samples and draws behind some secants."""
-    levels = ", ".join(percent(level, "g") for level in sorted(secants["level"].unique()))
-    samples = int(secants.groupby("model")["sample"].nunique().max())
-    seed = findings.measurements.provenance.get("seed")
-    drawn = "" if seed is None else f" (seed {seed})"
-    count = f"{counted(samples, 'sample')} per model"
-    return f"input noise {levels} of each embedded token's RMS, {count}, one draw each{drawn}"
 
 
 def _lengths(rows: pd.DataFrame) -> list[int]:
@@ -516,18 +495,12 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
         )  # fmt: skip
 
 
-HEADINGS = (
-    Heading(
-        "stability",
-        "Is the stability bound respected?",
-        (stability_curves,),
-        (
-            "A constant bounds the worst pair of rows; the response is an average under one kind of noise. A "
-            "small δ can lower the first and leave the second high.",
-            "ξ bounds the attention weights by the change of the scores, not by noise at the input: earlier "
-            "layers and Γ decide that.",
-            "The heavy-hitter form takes the larger δ and the smaller Δ of both rows. Rows with Δ ≤ 0 are "
-            "counted, not judged.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "stability", "Is the stability bound respected?", (stability_curves,),
+    "A constant bounds the worst pair of rows; the response is an average under one kind of noise. A small δ can "
+    "lower the first and leave the second high.",
+    "ξ bounds the attention weights by the change of the scores, not by noise at the input: earlier layers and Γ "
+    "decide that.",
+    "The heavy-hitter form takes the larger δ and the smaller Δ of both rows. Rows with Δ ≤ 0 are counted, not "
+    "judged.",
+)  # fmt: skip

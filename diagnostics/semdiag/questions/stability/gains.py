@@ -18,7 +18,7 @@ from semdiag.mathematics.spectral_norms import jacobian_spectral_norm
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import scored_rows
 from semdiag.measuring.calls.running import running
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 
 SAMPLES = 8
@@ -34,12 +34,7 @@ GAINS = Table(
     "One row per sample, layer and head: largest ratio of ‖change of the output‖ to ‖change of the input‖, found "
     "by bidiagonalisation, where the input is queries, keys and values (gain), queries and keys (score_gain), or "
     "values (value_gain, the spectral norm of the weights); Euclidean norms over all tokens; xi: mean local ξ.",
-    {
-        "model": "str",
-        **dict.fromkeys(("sample", "layer", "head", "queries"), "int32"),
-        **dict.fromkeys(("gain", "score_gain", "value_gain", "xi"), "float64"),
-        "settled": "bool",
-    },
+    columns_of("model str; sample layer head queries int32; gain score_gain value_gain xi float64; settled bool"),
 )
 
 

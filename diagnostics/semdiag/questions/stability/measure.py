@@ -33,7 +33,7 @@ from semdiag.measuring.calls.collector import ScoredRows, check_rows, scored_row
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.stability import NOISE, SecantsPlan, check_levels
 from semdiag.questions.stability.gains import GAINS, QUERIES, measure_gains, spaced
@@ -121,16 +121,10 @@ SECANTS = Table(
     "secants",
     "One row per query, noise level and clean-noisy pair; score_change is in the 1-norm, score_change_max the "
     "largest, score_change_range largest minus smallest; log_odds: of the largest weight, mean of both rows.",
-    {
-        "model": "str",
-        **dict.fromkeys(("sample", "layer", "head", "query"), "int32"),
-        "level": "float64",
-        "kept": "int32",
-        **dict.fromkeys(("weight_change", "score_change", "score_change_max"), "float64"),
-        **dict.fromkeys(("score_change_range", "log_odds"), "float64"),
-        "same_set": "bool",
-        **dict.fromkeys(("dispersion", "separation"), "float64"),
-    },
+    columns_of(
+        "model str; sample layer head query int32; level float64; kept int32; weight_change score_change "
+        "score_change_max score_change_range log_odds float64; same_set bool; dispersion separation float64"
+    ),
 )
 
 SAMPLES = 50
@@ -318,11 +312,7 @@ def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str,
 
 
 PROBE = Probe(
-    "secants",
-    SecantsPlan,
-    (SECANTS, GAINS),
-    _measure,
-    prepare=lambda plan, conditions: conditions.min_keys,
+    "secants", SecantsPlan, (SECANTS, GAINS), _measure, prepare=lambda plan, conditions: conditions.min_keys,
     provenance=lambda plan, samples, few: {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)},
     reported=lambda options: SecantsPlan(options.noise),
-)
+)  # fmt: skip

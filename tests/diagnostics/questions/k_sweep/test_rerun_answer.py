@@ -131,7 +131,7 @@ def test_few_samples_exclude_no_rare_harm(made_up):
     line = first_line(made(made_up, of(4), samples=12))
     assert line.endswith(
         "; 0 of 12 samples change by more than 0.1 nats of loss, and up to 22.1% of inputs may (one-sided 95%): "
-        "299 samples can tell."
+        "inconclusive with fewer than 299 samples."
     )
 
 
@@ -143,12 +143,12 @@ def test_an_estimate_within_its_uncertainty_is_no_loss(made_up):
     assert (found.answer, found.k) == ("inconclusive", 8)
     needed = int(40 * ((found.high - found.low) / 2 / (0.01 - found.change)) ** 2) + 1
     assert first_line(findings).endswith(
-        f"; 40 samples cannot tell whether by more than 0.01 nats; about {max(needed, 299)} would."
+        f"; inconclusive against 0.01 nats with 40 samples; about {max(needed, 299)} would decide."
     )
 
 
 def test_a_k_is_said_to_cost_only_if_its_interval_is_beyond_the_tolerance(made_up):
-    """The largest k was named though these samples cannot tell of it: "even k = 12 … (0 to 0.02)"."""
+    """The largest k was named though these samples are inconclusive of it: "even k = 12 … (0 to 0.02)"."""
     wide = {i: 0.06 if i % 2 else -0.06 for i in range(40)}
     findings = shifted(made(made_up, {8: HARMFUL, 12: 0.012}, samples=40), (12,), wide)
     found = sparse_verdict(findings, "m")

@@ -23,9 +23,7 @@ from semdiag.questions import registry
 from semdiag.questions.mask_precision.answer import (
     masks_in_formats,
     precision_glance,
-    precision_in_short,
     precision_of,
-    precision_sentences,
     precision_table,
 )
 from semdiag.questions.mask_precision.measure import (
@@ -170,8 +168,7 @@ def test_a_layer_with_a_bias_is_counted_as_not_covered():
     assert masks.loc[~biased, "changed"].sum() > 0
     table = Findings(found)(precision_table)
     assert table.loc[table["layer"] == 0, ["changed", "certified"]].isna().all(axis=None)
-    (words,) = precision_sentences(Findings(found))
-    assert "Not covered: 108 of 216 rows (scores with a bias)." in words
+    assert "Not covered: 108 of 216 rows (scores with a bias)." in said(Findings(found))
     (result,) = registry.QUESTIONS["mask-stability"].json(Findings(found))["results"]
     assert result["precision"][0]["layers"][0]["certified"] is None
     assert result["precision"][0]["layers"][0]["why"] == "scores with a bias"
@@ -185,7 +182,7 @@ def test_a_refusal_is_said_on_the_terminal_and_in_the_report(wild_encoder, padde
     show(registry.QUESTIONS["mask-stability"].answered(findings))
     why = "mask precision not available, because the scores alone do not say which keys lsh attention keeps"
     assert " ".join(capsys.readouterr().out.split()).count(why) == 1
-    assert precision_sentences(findings)[0].endswith(f"{why}.")
+    assert f": {why}." in said(findings)
     assert registry.QUESTIONS["mask-stability"].json(findings)["results"][0]["refused"] == [why]
 
 
@@ -217,6 +214,11 @@ def by_hand(model):
     return pair.replace(rounded_masks=ROUNDED_MASKS.of_rows(masks), lost_weights=LOST_WEIGHTS.of_rows(lost))
 
 
+def said(findings):
+    details = registry.QUESTIONS["mask-precision"].answered(findings).details
+    return " ".join(each for each in details if isinstance(each, str))
+
+
 def test_shares_are_of_the_covered_rows(by_hand):
     findings = Findings(by_hand)
     first = precision_of(findings, by_hand.models["model"].iloc[0])
@@ -234,14 +236,16 @@ def test_shares_are_of_the_covered_rows(by_hand):
 
 
 def test_what_is_said_of_each_model(by_hand):
-    full, topk, banded = precision_sentences(Findings(by_hand))
-    assert "top-3 would choose" in full
-    assert (
-        "In float8_e4m3fn 45.0% of the masks change however ties are broken (no interval), 20.0% "
-        "have a tie at the boundary, 55.0% either; certified 30.0%. A changed row loses 0.2 of its weight "
-        "(median; mean 0.3). Certified rows that changed: 0 of 36. Not covered: 24 of 144 rows (scores with a "
-        "bias)."
-    ) in topk
+    details = registry.QUESTIONS["mask-precision"].answered(Findings(by_hand)).details
+    full, first, _, last, topk, second, *_, banded = details
+    assert full.endswith("top-3 would choose from its scores.")
+    assert topk.endswith("the model's own mask, k = 3.")
+    assert last == (
+        "float8_e4m3fn: Certified rows that changed: 0 of 36. Not covered: 24 of 144 rows (scores with a bias)."
+    )
+    assert second.rows[-1][0:2] == ("float8_e4m3fn", "all")
+    assert {"30.0%", "45.00%", "20.00%", "55.00%", "0.2", "0.3"} <= {*second.rows[-1]}
+    assert len(first.rows) == len(second.rows) == 6
     assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
     glance = precision_glance(Findings(by_hand))
     assert (glance.answer, glance.number) == ("measured", "15%")
@@ -252,14 +256,7 @@ def test_a_certified_row_that_changed_is_called_a_fault(by_hand):
     masks = by_hand.rounded_masks.copy()
     masks.loc[0, "certified_changed"] = 1
     findings = Findings(by_hand.replace(rounded_masks=masks))
-    full, topk, _ = precision_sentences(findings)
-    (short,) = precision_in_short(findings)
-    assert short.startswith(
-        "Masks that change in a number format, however ties are broken, of the rows that are covered: "
-    )
-    assert short.endswith("float8_e4m3fn 45.0%. Certified rows that changed: 1, an error of semdiag.")
-    assert "Certified rows that changed: 1 of 36, which is an error of semdiag." in full
-    assert "error" not in topk
+    assert said(findings).count("Certified rows that changed: 1 of 36, which is an error of semdiag.") == 1
     assert "1 of 72 certified ones changed" in precision_glance(findings).words
 
 

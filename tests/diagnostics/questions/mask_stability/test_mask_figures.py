@@ -17,10 +17,8 @@ from semdiag.questions import registry
 from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.mask_stability.answer import (
     heads_pooled,
-    mask_sentences,
     mask_table,
     masks_glance,
-    masks_in_short,
 )
 from semdiag.reporting.report import measured_questions, write_report
 
@@ -39,20 +37,20 @@ def pair(model):
     return Measurements.concat([model("full"), model("topk"), model("banded")])
 
 
-def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
+def test_agreement_is_drawn_against_layers_by_noise(pair, probed):
     figure = registry.figures()["masks_unchanged"](Findings(probed(pair)))
     full, topk = figure.axes
     assert "top-3 it would choose" in full.get_title(loc="left")
-    assert topk.get_title(loc="left") == "even-pairs\ntop-k (k = 3)"
+    assert (topk.get_title(loc="left"), topk.get_xlabel()) == ("even-pairs\ntop-k (k = 3)", "layer")
     lines = {line.get_label(): line for line in topk.get_lines()}
-    for layer in (0, 1):
-        np.testing.assert_allclose(lines[f"layer {layer}"].get_xdata(), LEVELS)
-        np.testing.assert_allclose(
-            lines[f"layer {layer}"].get_ydata(), [1 - lv * (layer + 1) for lv in LEVELS], rtol=1e-6
-        )
-    assert "6 samples per model, 5 draws (seed 0)" in words(figure)
-    assert "95% intervals" in words(figure)
-    assert [tick.get_text() for tick in topk.get_xticklabels()] == ["1%", "10%"]
+    for level, name in zip(LEVELS, ("noise 1%", "noise 10%"), strict=True):
+        np.testing.assert_allclose(lines[name].get_xdata(), [0, 1])
+        np.testing.assert_allclose(lines[name].get_ydata(), [1 - level, 1 - 2 * level], rtol=1e-6)
+    said = " ".join(words(figure).split())
+    assert "6 samples per model, 5 draws (seed 0)" in said
+    assert "95% intervals" in said
+    alone = words(registry.figures()["masks_unchanged"](Findings(probed(pair, levels=(0.1,)))))
+    assert "Noise 10%. Heads pooled" in " ".join(alone.split())
 
 
 def test_every_model_without_a_mask_is_titled_so(pair, probed):
@@ -84,13 +82,6 @@ def test_the_interval_of_a_layer_resamples_the_sequences_of_all_its_heads(pair, 
         assert row["exact"] == pytest.approx(own["exact"].mean(), rel=1e-6)
         assert row["certified"] == pytest.approx(own["certified"].mean(), rel=1e-6)
         assert row["exact_low"] < row["exact"] < row["exact_high"]
-
-
-def test_one_level_is_drawn_against_layers(pair, probed):
-    figure = registry.figures()["masks_unchanged"](Findings(probed(pair, levels=(0.1,))))
-    points = figure.axes[0].containers[0].lines[0]
-    np.testing.assert_allclose(np.asarray(points.get_ydata(), float), [0.9, 0.8], rtol=1e-6)
-    assert figure.axes[0].get_xlabel() == "layer"
 
 
 def test_the_cost_is_drawn_with_interval_control_and_tolerance_and_each_kind_is_named(pair, probed, reruns):
@@ -135,54 +126,40 @@ def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
         registry.figures()[name](Findings(probed(model("banded"))))
 
 
+def said(findings):
+    details = registry.QUESTIONS["mask-stability"].answered(findings).details
+    return [each for each in details if isinstance(each, str)]
+
+
 def test_what_is_said_of_masks(pair, probed):
-    said = mask_sentences(Findings(probed(pair)))
-    assert said[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
-    full, topk, banded = said[1:]
-    assert "the model selects no keys: this is the mask that top-3 would choose" in full
-    assert "Under 1% noise 98.5% of the masks stay exactly the same" in topk
-    assert "Certified rows that changed: 0 of" in topk
-    assert "25.0% of the predictions change" in topk
-    assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
-    (short,) = masks_in_short(Findings(probed(pair)))
-    assert "Certified rows that changed: 0 of" in short
-    assert short.count("would choose") == 1
-    assert re.search(r"full \d+% \(certified \d+%; the mask that top-3 would choose\); ", short)
-    assert masks_in_short(Findings(pair)) == []
-
-
-def test_masks_that_all_survive_have_no_rank_correlation(pair, probed):
-    found = probed(pair)
-    same = found.replace(masks=found.masks.assign(agreement=1.0, exact=1.0))
-    said = mask_sentences(Findings(same))
-    assert not any(re.search(r"\bnan\b", each) for each in said)
-    assert "no mask changes, and Δ has no rank correlation with disagreement" in said[1]
-    one = found.replace(masks=found.masks[found.masks["sample"] == 0])
-    said = mask_sentences(Findings(one))
-    assert not any("nan" in each for each in said)
-    assert "stay exactly the same (1 sample: too few for an interval; certified" in said[1]
+    lines = said(Findings(probed(pair)))
+    assert lines[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
+    assert "the model selects no keys: this is the mask that top-3 would choose" in lines[1]
+    assert sum("Certified rows that changed: 0 of" in line for line in lines) == 2
+    assert any("25.00% of the predictions change" in line for line in lines)
+    assert lines[-1].endswith("not applicable: the mask of banded attention does not depend on the input.")
+    (short,) = registry.QUESTIONS["mask-stability"].answered(Findings(probed(pair))).headline
+    words = r"\d+% of the masks of 1 model stay the same under noise of 10%; \d+% of those that top-3 would choose"
+    assert re.match(words, short)
+    assert registry.QUESTIONS["mask-stability"].answered(Findings(pair)).headline == []
 
 
 def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     found = probed(pair)
     told = found.masks.index[found.masks["level"] == LEVELS[1]]  # the level that the first screen tells
     found.masks.loc[told[0], "certified_changed"] = 1
-    assert "Certified rows that changed: 1 of" in masks_in_short(Findings(found))[0]
-    assert "which is an error of semdiag" in masks_in_short(Findings(found))[0]
+    assert "; 1 of " in masks_glance(Findings(found)).words
+    assert "which is an error of semdiag" in " ".join(said(Findings(found)))
     assert registry.QUESTIONS["mask-stability"].json(Findings(found))["results"][0]["certified_changed"] == 1
 
 
 def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
     """Of another level there are other certified rows, of which the first screen counts none."""
     found = probed(pair)
-    (alone,), tile = masks_in_short(Findings(found)), masks_glance(Findings(found))
+    tile = masks_glance(Findings(found))
     others = [found.masks.assign(level=found.masks["level"] * factor, certified=1.0) for factor in (1e-3, 1e3)]
     both = found.replace(masks=pd.concat([*others, found.masks], ignore_index=True))
-    assert masks_in_short(Findings(both)) == [alone]
     assert masks_glance(Findings(both)) == tile
-    both.masks.loc[both.masks.index[0], "certified_changed"] = 2
-    (said,) = masks_in_short(Findings(both))
-    assert said == alone[:-1] + " (and 2 under other noise or of other snapshots), which is an error of semdiag."
 
 
 def test_what_is_said_of_other_k(pair, probed):
@@ -226,7 +203,7 @@ def test_tables_and_sections(pair, probed, tmp_path):
     assert "Do masks survive noise?" in text
     assert "What would sparse attention cost this model?" in text
     again = Measurements.load(tmp_path / "report" / "data")
-    assert mask_sentences(Findings(again)) == mask_sentences(Findings(found))
+    assert said(Findings(again)) == said(Findings(found))
     assert (
         registry.QUESTIONS["k-sweep"].answered(Findings(again)).details
         == registry.QUESTIONS["k-sweep"].answered(Findings(found)).details

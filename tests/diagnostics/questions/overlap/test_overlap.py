@@ -189,7 +189,7 @@ def test_the_section_draws_says_and_tabulates(tiny_runs):
     unknown = found.measurements.overlap.assign(chance=np.nan, jaccard=np.nan)
     drawing(Findings(found.measurements.replace(overlap=unknown))).draw_without_rendering()
     sentences = question.answered(found).details
-    assert len(sentences) == 2
+    assert len(sentences) == 2 * 3  # layers, heads and successive queries of each model
     assert all("at random" in sentence and "samples" in sentence for sentence in sentences)
     assert any("the mask that top-3 would choose" in sentence for sentence in sentences)
     (name,) = question.answered(found).tables
