@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import matplotlib
 import matplotlib.pyplot
@@ -364,6 +365,25 @@ def test_text_is_legible_on_a_telephone(name, four, theory):
     assert min(text.get_fontsize() for text in texts) >= 9  # points: 12 pixels
     if name == "heads_map":
         assert "local blocks" in [text.get_text() for text in shown(figure)[0].texts]
+
+
+@pytest.mark.parametrize("name", ["corollary_conditions", "training_curves", "heads_map"])
+def test_no_text_is_lost_on_a_dark_page(name, make_four, theory, tmp_path):
+    """Text has a dark counterpart, unless it lies on a cell, whose colour stays: there it is black or white."""
+    four = make_four()
+    four.history["train_loss"] /= 10.0 ** four.history["epoch"]  # powers of ten, which are drawn letter by letter
+    (file,) = save_figure(registry.figures()[name](Findings(theory(four))), tmp_path / name, ["svg"])
+    style, drawn = file.read_text(encoding="utf-8").split("</style>", 1)
+    dark = re.findall(r'(text|tspan)\[style\*="fill: (#\w+)"\]', style)
+    texts = re.findall(r'<(text|tspan)[^>]*?style="([^"]*)"[^>]*>([^<]*)', drawn)
+    colors = {said: re.search(r"fill: (#\w+)", style) for _, style, said in texts}
+    assert all(
+        (tag, found[1]) in dark for tag, style, _ in texts if (found := re.search(r"fill: (#(?!f{6})\w+)", style))
+    )
+    cells = [said for said in colors if re.fullmatch(r"\d of \d|\d+%", said) and name != "training_curves"]
+    assert bool(cells) == (name != "training_curves")
+    assert all(colors[said] is None or colors[said][1] == "#ffffff" for said in cells)
+    assert ("tspan" in {tag for tag, *_ in texts}) == (name == "training_curves")
 
 
 def test_pdf_text_stays_text():

@@ -142,7 +142,7 @@ def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
 # (lower percentile, upper percentile, share of the full width, share of white), drawn from the outside in.
 _BOXES = (("p1", "p99", 0.25, 0.75), ("p5", "p95", 0.5, 0.55), ("p10", "p90", 0.75, 0.3), ("p25", "p75", 1.0, 0.0))
 _DISTINCT = 0.06  # inches of a box; of a narrower one colour alone tells the parts
-READING = "boxes from the inside out: 25–75, 10–90, 5–95, 1–99% of the queries; white line: median"
+READING = "boxes from the inside out: 25–75, 10–90, 5–95, 1–99% of the queries; line: median"
 
 
 def draw_letter_values(

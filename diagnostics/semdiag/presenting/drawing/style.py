@@ -166,10 +166,6 @@ class Drawing:
         """Return the figure, drawn in the common style."""
         return self._draw(findings)
 
-    def described(self, alt: str, reading: str) -> "Drawing":
-        """Return the same figure, described for other readers."""
-        return Drawing(self._draw, alt, reading)
-
 
 def drawing(alt: str, reading: str) -> Callable[[Callable[[Findings], Figure]], Drawing]:
     """Turn a function into a figure of a question: what it shows, and how it is read."""
@@ -213,8 +209,9 @@ def panel_inches(ax: Axes) -> float:
     """Return roughly the width of a panel in inches, without its labels."""
     place = ax.get_subplotspec()
     columns = 1 if place is None else place.get_gridspec().ncols
-    names = max(len(label.get_text()) for each in ax.figure.axes for label in each.get_yticklabels() or [Text()])
-    room = page_width() - max(0, names - _FEW_LETTERS) * 9 / 7 / _LETTERS_PER_INCH
+    labels = [label.get_text() for each in ax.figure.axes for label in each.get_yticklabels()]
+    letters = max((len(text) for text in labels if "$" not in text), default=0)  # powers of ten are short
+    room = page_width() - max(0, letters - _FEW_LETTERS) * 9 / 7 / _LETTERS_PER_INCH
     return room / columns - (1.0 if _STACKED.get() else 0.55)
 
 
@@ -352,17 +349,21 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     return files
 
 
-# In dark mode these become: the ground, inks and grid, and the kinds' colours, of which text is legible.
+# In dark mode these become: the ground, inks, grid and hatches, and the kinds' colours, of which text is legible.
 _DARK = {
     "#ffffff": "#17191b", INK: "#e7e8ea", FAINT: "#a4abb2", "#000000": "#e7e8ea", _GRID: "#33373b",
     _FULL: "#d0d3d6", _TOPK: "#f08a3c", _SHARED: "#6cb4f0", _WINDOW: "#4cc79a", _BLOCKS: "#bd95de",
-    _RANDOM: "#9aa0a6",
+    _RANDOM: "#9aa0a6", "#f2f2f2": "#1f2225", "#bbbbbb": "#4a4f54",
 }  # fmt: skip
-_RULES = "".join(
-    f'{tag}[style*="{of}: {light}"]{{{of}:{dark}!important}}'
-    for light, dark in _DARK.items()
-    for tag, of in (("path", "fill"), ("path", "stroke"), ("use", "fill"), ("use", "stroke"), ("text", "fill"))
-    if (light != "#ffffff" or (tag, of) == ("path", "fill")) and (light != "#000000" or tag == "text")
+_RULES = (
+    "".join(
+        f'{tag}[style*="{of}: {light}"]{{{of}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for tag in ("path", "use", "text", "tspan")
+        for of in (("fill",) if tag.startswith("t") else ("fill", "stroke"))
+        if light != ("#ffffff" if tag.startswith("t") else "#000000")  # white text lies on dark cells
+    )
+    + f'rect[fill="#f2f2f2"]{{fill:{_DARK["#f2f2f2"]}}}'
 )
 
 

@@ -41,7 +41,6 @@ from semdiag.presenting.answer import (
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
-    INK,
     attention_style,
     drawing,
     note_below,
@@ -424,7 +423,7 @@ def _draw_counts(ax: Axes, counts: np.ndarray) -> None:
     ax.imshow(colors, cmap=_COLORS, vmin=0, vmax=3, aspect="auto", interpolation="none")
     for row, column in np.ndindex(*decided.shape):
         number = f"{met[row, column]} of {decided[row, column]}" if decided[row, column] else "–"
-        ax.text(column, row, number, ha="center", va="center", fontsize=9, color=INK)
+        ax.text(column, row, number, ha="center", va="center", fontsize=9, color="black")
     for edge in range(len(_PARAMETERS), len(counts), len(_PARAMETERS)):
         ax.axhline(edge - 0.5, color="white", linewidth=2)
     ax.set_xticks(range(len(PAPER_PERCENTILES)), [f"p{p}" for p in PAPER_PERCENTILES])
