@@ -124,18 +124,14 @@ def code_in(file: BinaryIO) -> str | None:
             with zipfile.ZipFile(file) as archive:
                 member = next(m for m in archive.infolist() if m.filename.lower().endswith("data.pkl"))
                 data = _content(file, member)
-        stream = io.BytesIO(data)
-        strings = list[str]()  # STACK_GLOBAL follows those of module and name
+        stream, strings = io.BytesIO(data), list[str]()
         while True:
             for opcode, argument, _ in pickletools.genops(stream):
-                name = None
-                if opcode.name == "GLOBAL":
-                    name = str(argument).replace(" ", ".")
-                elif opcode.name == "STACK_GLOBAL":
-                    name = ".".join(strings[-2:])
-                elif isinstance(argument, str):
-                    strings.append(argument)
-                if name and not name.startswith(("torch.", "collections.OrderedDict")):
+                if isinstance(argument, str):
+                    strings.append(argument)  # STACK_GLOBAL follows those of module and name
+                found = strings[-2:] if opcode.name == "STACK_GLOBAL" else str(argument).split(" ")
+                name = ".".join(found) if opcode.name in ("GLOBAL", "STACK_GLOBAL") else "torch."
+                if not name.startswith(("torch.", "collections.OrderedDict")):
                     return " ".join(name.split())[:120]
     except Exception:  # end of the pickles, or no pickle at all
         return None

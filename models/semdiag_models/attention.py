@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from semdiag_models.encoder import Attention
@@ -159,8 +159,7 @@ def bucket_codes(x: Tensor, directions: Tensor) -> Tensor:
     _, rounds, bits, _ = directions.shape
     negative = (x @ directions.flatten(1, 2).transpose(1, 2)) < 0  # (…, H, L, R·bits)
     powers = 2 ** torch.arange(bits, device=x.device)
-    codes: Tensor = (negative.view(*negative.shape[:-1], rounds, bits) * powers).sum(-1)
-    return codes.transpose(-1, -2)
+    return (negative.view(*negative.shape[:-1], rounds, bits) * powers).sum(-1).transpose(-1, -2)
 
 
 @lru_cache(maxsize=8)
@@ -261,36 +260,28 @@ ATTENTIONS = {
     "full": AttentionKind("every query attends to every key", "all", None, ()),
     "banded": AttentionKind(
         "k neighbouring keys around the query, shifted inward at the ends (input-agnostic)",
-        "fixed", partial(local, band), ("k", "global_tokens", "cls_as_key"),
-    ),
+        "fixed", partial(local, band), ("k", "global_tokens", "cls_as_key")),
     "block": AttentionKind(
         "the k keys of the query's own block (input-agnostic)",
-        "fixed", partial(local, block), ("k", "global_tokens", "cls_as_key"),
-    ),
+        "fixed", partial(local, block), ("k", "global_tokens", "cls_as_key")),
     "topk": AttentionKind(
         "the k keys with the largest scores (input-dependent: the heavy hitters)",
-        "largest", top_k, ("k", "score_gradient", "cls_as_key"),
-    ),
+        "largest", top_k, ("k", "score_gradient", "cls_as_key")),
     "bottomk": AttentionKind(
         "the k keys with the smallest scores (input-dependent: a control)",
-        "smallest", partial(top_k, sign=-1), ("k", "cls_as_key"),
-    ),
+        "smallest", partial(top_k, sign=-1), ("k", "cls_as_key")),
     "random": AttentionKind(
         "k keys drawn once for each block, head and query (input-agnostic: a control)",
-        "fixed", random, ("k", "selection_seed"),
-    ),
+        "fixed", random, ("k", "selection_seed")),
     "redrawn": AttentionKind(
         "k keys drawn anew for each block, head and query at every forward pass, in evaluation, too",
-        "redrawn", partial(random, anew=True),
-    ),
+        "redrawn", partial(random, anew=True)),
     "lsh": AttentionKind(
         "the k keys of the query's bucket of sign hashes, in each round (input-dependent)",
-        "hashed", lsh, ("k", "selection_seed", "hash_rounds", "hash_bits", "hashes"),
-    ),
+        "hashed", lsh, ("k", "selection_seed", "hash_rounds", "hash_bits", "hashes")),
     "routing": AttentionKind(
         "the k keys nearest to each centroid that has the query among its k nearest (input-dependent)",
-        "clustered", routing, ("k", "selection_seed", "clusters", "centroid_decay"),
-    ),
+        "clustered", routing, ("k", "selection_seed", "clusters", "centroid_decay")),
 }  # fmt: skip
 LOCAL = tuple(name for name, kind in ATTENTIONS.items() if "global_tokens" in kind.options)
 DRAWN = tuple(name for name, kind in ATTENTIONS.items() if "selection_seed" in kind.options)
@@ -312,8 +303,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
         return x
     if x.device.type != "cpu":
         return F.dropout(x, p)
-    dropped: Tensor = _Dropout.apply(x, p, dropped_positions(x.numel(), p))
-    return dropped
+    return _Dropout.apply(x, p, dropped_positions(x.numel(), p))  # type: ignore[no-any-return]
 
 
 class _Dropout(torch.autograd.Function):
@@ -337,14 +327,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
         mask = None if valid is None else valid[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, scale=scale)
     out = None if valid is None else ~valid.repeat_interleave(q.shape[1], 0)[:, None, :]
-    mixed: Tensor = _Strips.apply(q, k, v, out, scale, False, p)
-    return mixed
+    return _Strips.apply(q, k, v, out, scale, False, p)  # type: ignore[no-any-return]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
     """Return attention over the selected keys by masked matrices, for short inputs on a CPU."""
-    mixed: Tensor = _Strips.apply(q, k, v, _left_out(selected, k.shape[2]).flatten(0, 1), scale, True, p)
-    return mixed
+    out = _left_out(selected, k.shape[2]).flatten(0, 1)
+    return _Strips.apply(q, k, v, out, scale, True, p)  # type: ignore[no-any-return]
 
 
 def _left_out(selected: Tensor, length: int) -> Tensor:
@@ -354,10 +343,9 @@ def _left_out(selected: Tensor, length: int) -> Tensor:
 
 
 class _Strips(torch.autograd.Function):
-    """Attention in strips of samples and heads; weights of a single strip are kept, of several computed again.
+    """Attention in strips of samples and heads; weights of a single strip are kept, of several computed again."""
 
-    ``out`` is true where a key does not count, (B·H, 1 or L, L); ``empty``: a query may have no key at all.
-    """
+    # out: whether a key does not count, (B·H, 1 or L, L); empty: whether a query may have no key at all
 
     @staticmethod
     def forward(
@@ -385,9 +373,8 @@ class _Strips(torch.autograd.Function):
         dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
         for start, drops in zip(strips, saved, strict=True):
             s = slice(start, start + strips.step)
-            weights = whole
-            if whole is None:
-                weights = _weights(q[s], k[s], scale, None if out is None else out[s], empty)
+            again = None if out is None else out[s]
+            weights = _weights(q[s], k[s], scale, again, empty) if whole is None else whole
             torch.baddbmm(dv[s], _without(weights, drops).mT, grad[s], beta=0, alpha=factor, out=dv[s])
             d_weights = torch.baddbmm(weights, grad[s], v[s].mT, beta=0, alpha=factor)
             if drops is not None:
@@ -418,20 +405,17 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: 
     offset = torch.arange(batch * heads, device=q.device).mul_(length).view(batch, heads, 1, 1)
     index = (selected.clamp(min=0) + offset).view(-1, selected.shape[-1])  # (B·H·L, K) rows of the flat keys
     rows = tuple(t.reshape(-1, width).contiguous() for t in (q, k, v))
-    mixed: Tensor = _Selected.apply(*rows, index, (selected < 0).view(index.shape), length, scale, dropout)
-    return mixed.view(batch, heads, length, width)
+    mixed = _Selected.apply(*rows, index, (selected < 0).view(index.shape), length, scale, dropout)
+    return mixed.view(batch, heads, length, width)  # type: ignore[no-any-return]
 
 
 def plain_selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor) -> Tensor:
     """Return :func:`selected_attention` without dropout, in elementary operations."""
-    missing = selected < 0
-    width = q.shape[-1]
+    missing, width = selected < 0, q.shape[-1]
     rows = selected.clamp(min=0).flatten(-2)[..., None].expand(*selected.shape[:2], -1, width)  # (B, H, L·K, D)
     keys, values = (t.gather(2, rows).view(*selected.shape, width) for t in (k, v))  # (B, H, L, K, D)
     scores = (scale * q[..., None, :] * keys).sum(-1).masked_fill(missing, torch.finfo(q.dtype).min)
-    weights = scores.softmax(-1).masked_fill(missing, 0)
-    mixed: Tensor = (weights[..., None] * values).sum(-2)
-    return mixed
+    return (scores.softmax(-1).masked_fill(missing, 0)[..., None] * values).sum(-2)
 
 
 class _Selected(torch.autograd.Function):
@@ -476,10 +460,8 @@ def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
         return _row_dots(rows.float(), table.float(), index).to(rows.dtype)
     starts = torch.arange(0, n * k, k, device=index.device)
     bags = torch.arange(n, device=index.device).repeat_interleave(k)
-    dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        rows, table, index.reshape(-1), starts, bags, 0
-    )
-    return dots.view(n, k)
+    dots = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    return dots(rows, table, index.reshape(-1), starts, bags, 0).view(n, k)  # type: ignore[no-any-return]
 
 
 def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
@@ -517,3 +499,37 @@ def straight_through_attention(
         of_selected = scores.masked_fill(out, least).softmax(-1).masked_fill_(out, 0)
     weights = of_selected + (of_all - of_all.detach())  # the difference is 0, exactly
     return dropout(weights, p, training=p > 0) @ v
+
+
+class AttentionCore(nn.Module):
+    """Softmax attention over selected keys. The single hook point: its inputs determine the attention."""
+
+    def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0), straight_through: bool = False) -> None:
+        super().__init__()
+        self.p, self.everywhere, self.straight_through = p, everywhere, straight_through
+        self.apart = False  # whether only the first query attends to the first token
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None
+    ) -> Tensor:
+        """Mix the values."""
+        p = self.p if self.training else 0.0
+        if selected is None:
+            return dense_attention(q, k, v, scale, valid, p)
+        if self.straight_through and self.training:
+            return straight_through_attention(q, k, v, scale, valid, selected, p)
+        if self.training and q.shape[2] <= SHORT and q.device.type == "cpu":
+            mixed = masked_attention(q, k, v, scale, selected, p)
+        else:
+            mixed = self.attend_selected(q, k, v, scale, selected, p)
+        first, last = self.everywhere
+        if first + last == 0:
+            return mixed
+        end = q.shape[2] - last
+        rows = torch.cat([q[:, :, :first], q[:, :, end:]], 2)
+        dense = dense_attention(rows, k, v, scale, valid, p)
+        return torch.cat([dense[:, :, :first], mixed[:, :, first:end], dense[:, :, first:]], 2)
+
+    def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
+        """Mix the values of the selected keys: (B, H, L, D), … -> (B, H, L, D)."""
+        return selected_attention(q, k, v, scale, selected, p)

@@ -1,8 +1,4 @@
-"""Records that every checkpoint stores: the architecture of a model, and the data and optimisation of a run.
-
-The metadata of a field says what it means, which values it takes and how ``semdiag train`` names it. Nothing here
-needs torch, so that the command line is quick.
-"""
+"""Records that every checkpoint stores: architecture, data and optimisation; quick to import, without torch."""
 
 import hashlib
 import re
@@ -37,9 +33,8 @@ _IN_THE_LABEL = {
 
 def option(panel: str, default: Any, words: str, within: str = "", known: Iterable[str] = (), **more: str) -> Any:
     """Return a field of a record that is an option of ``semdiag train``, with its meaning and legal values."""
-    return field(
-        default=default, metadata={"help": words, "panel": panel, "within": within, "known": known, **more}
-    )
+    more |= {"help": words, "panel": panel, "within": within}
+    return field(default=default, metadata={"known": known, **more})
 
 
 _model, _data, _steps = (partial(option, panel) for panel in ("Model", "Data", "Optimisation"))  # headings of help
@@ -70,7 +65,15 @@ class Record:
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]  # as above
-            check_value(f, getattr(self, f.name))
+            value, within, known = getattr(self, f.name), f.metadata.get("within"), f.metadata.get("known", ())
+            for name in (value if isinstance(value, tuple) else (value,)) if known else ():
+                if name not in known:
+                    raise unknown_name(f.name, name, known)
+            if within and value is not None:
+                low, high = map(float, within[1:-1].split(","))  # like ``[0, 1)``
+                at_end = (value == low and within[0] == "[") or (value == high and within[-1] == "]")
+                why = f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}."
+                refuse(not low < value < high and not at_end, why)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, tuples as lists."""
@@ -90,22 +93,7 @@ def check_type(f: Field[Any], value: object) -> None:
         fits = type(value).__name__ in wanted
     else:
         fits = any(name in wanted and isinstance(value, kind) for name, kind in plain.items())  # type: ignore[arg-type]
-    if not fits:
-        raise InputError(f"{f.name} must be {wanted}. Got {' '.join(reprlib.repr(value).split())}.")
-
-
-def check_value(f: Field[Any], value: Any) -> None:
-    """Refuse a name that is unknown and a number outside its interval, from the field's metadata."""
-    within, known = f.metadata.get("within"), f.metadata.get("known", ())
-    for name in (value if isinstance(value, tuple | list) else (value,)) if known else ():
-        if name not in known:
-            raise unknown_name(f.name, name, known)
-    if within and value is not None:
-        low, high = map(float, within[1:-1].split(","))  # like ``[0, 1)``
-        if not (
-            low < value < high or (value == low and within[0] == "[") or (value == high and within[-1] == "]")
-        ):
-            raise InputError(f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}.")
+    refuse(not fits, f"{f.name} must be {wanted}. Got {' '.join(reprlib.repr(value).split())}.")
 
 
 @dataclass(frozen=True)
@@ -178,8 +166,8 @@ class ModelConfig(Record):
         k = self.k
         if "k" in ATTENTIONS[self.attention].options:
             refuse(k is None, f"{self.attention} attention needs k, the number of keys kept per query.")
-        if k is not None and k > self.length:
-            raise InputError(f"k must be at most the sequence length. Got k={k}, length={self.length}.")
+        large = f"k must be at most the sequence length. Got k={k}, length={self.length}."
+        refuse((k or 0) > self.length, large)
         apart = not self.cls_as_key and (self.pooling != "cls" or self.global_tokens > 0)
         refuse(apart, "cls_as_key=False goes with CLS pooling and without global tokens.")
         for name, number in self._usual_numbers().items():
@@ -271,15 +259,14 @@ class ListOpsTrees(Record):
         super().__post_init__()
         for low, high in ("shortest", "longest"), ("min_arity", "max_arity"):
             least, most = getattr(self, low), getattr(self, high)
-            if not 1 <= least <= most:
-                raise InputError(f"listops needs 1 ≤ {low} ≤ {high}. Got {least} and {most}.")
+            refuse(not 1 <= least <= most, f"listops needs 1 ≤ {low} ≤ {high}. Got {least} and {most}.")
 
     @property
     def label(self) -> str:
         """Everything that distinguishes such laws, in one word."""
-        label = f"{self.shortest}-{self.longest}-depth-{self.max_depth}"
-        arities = (self.min_arity, self.max_arity)
-        return label if arities == (2, 10) else f"{label}-arity-{self.min_arity}-{self.max_arity}"
+        usual = (self.min_arity, self.max_arity) == (2, 10)
+        arities = "" if usual else f"-arity-{self.min_arity}-{self.max_arity}"
+        return f"{self.shortest}-{self.longest}-depth-{self.max_depth}{arities}"
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag_models.attention import (
-    ATTENTIONS,
-    SHORT,
-    dense_attention,
-    dropout,
-    first_centroids,
-    masked_attention,
-    selected_attention,
-    straight_through_attention,
-)
+from semdiag_models.attention import ATTENTIONS, AttentionCore, dropout, first_centroids
 from semdiag_models.config import ModelConfig
 
 
@@ -44,40 +35,6 @@ class Affine(nn.Linear):
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(len(self.weight), -1, x.shape[-1])
         return torch.baddbmm(self.bias[:, None], rows, self.weight.mT).view(*x.shape[:-1], -1)
-
-
-class AttentionCore(nn.Module):
-    """Softmax attention over selected keys. The single hook point: its inputs determine the attention."""
-
-    def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0), straight_through: bool = False) -> None:
-        super().__init__()
-        self.p, self.everywhere, self.straight_through = p, everywhere, straight_through
-        self.apart = False  # whether only the first query attends to the first token
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None
-    ) -> Tensor:
-        """Mix the values."""
-        p = self.p if self.training else 0.0
-        if selected is None:
-            return dense_attention(q, k, v, scale, valid, p)
-        if self.straight_through and self.training:
-            return straight_through_attention(q, k, v, scale, valid, selected, p)
-        if self.training and q.shape[2] <= SHORT and q.device.type == "cpu":
-            mixed = masked_attention(q, k, v, scale, selected, p)
-        else:
-            mixed = self.attend_selected(q, k, v, scale, selected, p)
-        first, last = self.everywhere
-        if first + last == 0:
-            return mixed
-        end = q.shape[2] - last
-        rows = torch.cat([q[:, :, :first], q[:, :, end:]], 2)
-        dense = dense_attention(rows, k, v, scale, valid, p)
-        return torch.cat([dense[:, :, :first], mixed[:, :, first:end], dense[:, :, first:]], 2)
-
-    def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
-        """Mix the values of the selected keys: (B, H, L, D), … -> (B, H, L, D)."""
-        return selected_attention(q, k, v, scale, selected, p)
 
 
 class Attention(nn.Module):
@@ -106,9 +63,8 @@ class Attention(nn.Module):
         """Attend: (B, L, d), (B, L) or None -> (B, L, d)."""
         size = *x.shape[:2], self.heads, self.head_width
         q, k, v = (t.view(size).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))  # each (B, H, L, D)
-        mixed: Tensor = self.core(q, k, v, self.scale, valid, self.select(q, k, valid))
-        attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return attended
+        mixed = self.core(q, k, v, self.scale, valid, self.select(q, k, valid))
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
         """Return the positions of the keys that each query attends to (B, H, L, K), by the table of kinds."""
@@ -209,8 +165,7 @@ class Encoder(nn.Module):
             pooled = x.mean(1)
         else:
             pooled = (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)
-        logits: Tensor = self.head(pooled)
-        return logits
+        return self.head(pooled)  # type: ignore[no-any-return]
 
     def sequence(self, tokens: Tensor) -> Tensor:
         """Return the ids of all tokens that attention sees: CLS, the input, the global tokens."""

@@ -91,10 +91,7 @@ def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
 
 
 class InputError(ValueError):
-    """Raised if a user's request cannot be done; the message gives what, why, and what would work.
-
-    The command line prints the message as one line and exits with code 2.
-    """
+    """Raised if a request cannot be done: what, why, what would work. Commands show it and exit with code 2."""
 
 
 def refuse(wrong: Any, why: str) -> None:
@@ -146,7 +143,7 @@ def check_packed(path: Path, size: int, packed: int) -> None:
     refuse(too_large, f"{path} unpacks to {sizes}: it is almost only repetition.")
 
 
-def read_bytes(path: Path, largest: int) -> bytes:
+def read_bytes(path: Path, largest: int = LARGEST_JSON) -> bytes:
     """Read a whole regular file."""
     with open_file(path, largest) as file:
         return file.read(largest)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,17 +15,8 @@ import torch
 from semdiag_models.attention import DRAWN
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
-from semdiag_models.reading import InputError, RunLock, write_csv
-from semdiag_models.training import (
-    HISTORY_COLUMNS,
-    DivergedError,
-    Progress,
-    Trainer,
-    processor,
-    restore_random_state,
-    stackable,
-    train_together,
-)
+from semdiag_models.reading import InputError, RunLock, read_bytes, refuse, write_csv
+from semdiag_models.training import DivergedError, Progress, Trainer, set_random_state, stackable, train_together
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
@@ -33,14 +25,9 @@ def run_name(model: ModelConfig, training: TrainingConfig) -> str:
 
 
 def open_run(
-    folder: Path,
-    model: ModelConfig,
-    training: TrainingConfig,
-    device: torch.device,
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> Trainer:
+    folder: Path, model: ModelConfig, training: TrainingConfig, device: torch.device, *,
+    resume: bool, overwrite: bool,
+) -> Trainer:  # fmt: skip
     """Prepare the folder and the trainer; check everything before writing anything."""
     last = folder / "last.pt"
     with ExitStack() as undo:
@@ -77,20 +64,15 @@ def _lock(folder: Path, undo: ExitStack) -> RunLock:
 
 
 def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoint:
-    if not last.exists():
-        raise InputError(f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
+    refuse(not last.exists(), f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
     saved = read_checkpoint(last)
     free = {name: getattr(training, name) for name in ("epochs", "until", "snapshots", "compiled", "exact")}
     pairs = zip(_values(saved.model, replace(saved.training, **free)), _values(model, training), strict=False)
     for (name, before), (_, now) in pairs:
-        if before != now:
-            why = f"was trained with {name}={before}, not {now}. Use the run's own options to resume."
-            raise InputError(f"{last} {why}")
-    if set(saved.history) != set(HISTORY_COLUMNS) or "cpu" not in saved.rng:
-        why = "history or random state is missing. A run's own last.pt has both."
-        raise InputError(f"{last} cannot be resumed: {why}")
-    if saved.epoch > training.epochs:
-        raise InputError(f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}.")
+        why = f"{last} was trained with {name}={before}, not {now}. Use the run's own options to resume."
+        refuse(before != now, why)
+    past = f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}."
+    refuse(saved.epoch > training.epochs, past)
     return saved
 
 
@@ -104,15 +86,9 @@ def _values(model: ModelConfig, training: TrainingConfig) -> list[tuple[str, obj
 
 
 def open_seed_runs(
-    parent: Path,
-    model: ModelConfig,
-    training: TrainingConfig,
-    seeds: tuple[int, ...],
-    device: torch.device,
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> dict[Trainer, Path]:
+    parent: Path, model: ModelConfig, training: TrainingConfig, seeds: tuple[int, ...], device: torch.device, *,
+    resume: bool, overwrite: bool,
+) -> dict[Trainer, Path]:  # fmt: skip
     """Return a trainer and its folder for every seed, or nothing."""
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
@@ -133,22 +109,19 @@ def open_seed_runs(
 
 
 def train_run(
-    folder: Path,
-    trainer: Trainer,
-    provenance: dict[str, Any],
+    folder: Path, trainer: Trainer, provenance: dict[str, Any],
     after_epoch: Callable[[Progress], None] = lambda progress: None,
     after_batch: Callable[[], None] = lambda: None,
-) -> None:
+) -> None:  # fmt: skip
     """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``."""
     train_seed_runs({trainer: folder}, provenance, lambda _, p: after_epoch(p), lambda _: after_batch())
 
 
 def train_seed_runs(
-    folders: dict[Trainer, Path],
-    provenance: dict[str, Any],
+    folders: dict[Trainer, Path], provenance: dict[str, Any],
     after_epoch: Callable[[Trainer, Progress], None] = lambda trainer, progress: None,
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
-) -> None:
+) -> None:  # fmt: skip
     """Train all runs to their ends: on CUDA together if they can share their steps, else one after another."""
     trainers = list(folders)
     together = stackable(trainers)
@@ -163,7 +136,7 @@ def train_seed_runs(
     try:
         for group in [trainers] if together else [[trainer] for trainer in trainers]:
             finish |= {trainer: _start_run(folders[trainer], trainer, facts) for trainer in group}
-            restore_random_state(group[0].rng)
+            set_random_state(group[0].rng)
             try:
                 train_together(group, close_epoch, after_batch)
             except DivergedError as error:
@@ -175,9 +148,18 @@ def train_seed_runs(
         raise DivergedError(" ".join(dict.fromkeys(diverged.values())), tuple(diverged))
 
 
+def processor() -> str:
+    """Return the processor's name as the system reports it; like the thread count, it affects a run's rounding."""
+    try:
+        lines = read_bytes(Path("/proc/cpuinfo")).decode("utf-8", "replace").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (InputError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 def _start_run(folder: Path, trainer: Trainer, provenance: dict[str, Any]) -> Callable[[Progress], None]:
     """Clean up the folder, save the initialisation, and return a function that saves an epoch."""
-    restore_random_state(trainer.rng)
+    set_random_state(trainer.rng)
     provenance = {
         "semdiag": version("semdiag"), "torch": str(torch.__version__), "device": trainer.device.type,
         "threads": torch.get_num_threads(), "processor": processor(), **provenance,

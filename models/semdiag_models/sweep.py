@@ -1,6 +1,7 @@
 """Sweeps: a TOML grid becomes runs; each is trained in a process of its own, and has a record and a row."""
 
 import hashlib
+import io
 import json
 import math
 import re
@@ -16,21 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from semdiag_models import reading
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, weights_sha256
 from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type
-from semdiag_models.reading import (
-    LARGEST_JSON,
-    InputError,
-    counted,
-    open_file,
-    read_bytes,
-    read_json,
-    read_toml,
-    refuse,
-    unknown_name,
-    write_csv,
-    write_text,
-)  # fmt: skip
+from semdiag_models.reading import InputError, refuse
 from semdiag_models.run_folder import open_run, run_name, train_seed_runs
 from semdiag_models.tasks import Task, Text, configure, find_task, listops, open_text, task_of
 from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer, ended, find_device
@@ -59,7 +49,7 @@ class _TextFile(Record):
     vocabulary: int = 4096
 
 
-_HIDDEN = ("vocabulary_size", "classes", "listops", "cls_as_key")  # fields that users cannot set
+_HIDDEN = ("vocabulary_size", "classes", "listops", "cls_as_key", "precision")  # fields that users cannot set
 _RECORDS: tuple[Any, ...] = (ListOpsTrees, TrainingConfig, ModelConfig, _TextFile)  # the last that has a field
 _FIELDS = {f.name: f for record in _RECORDS for f in fields(record) if f.name not in _HIDDEN}
 
@@ -84,13 +74,13 @@ def read_sweep(path: Path) -> list[SweepRun]:
         except InputError as error:
             problems[str(error)] = None
     told = " ".join([*problems][:_MOST_PROBLEMS])
-    refuse(bool(problems), f"{path} has {counted(len(problems), 'problem')}; nothing was run. {told}")
+    refuse(bool(problems), f"{path} has {reading.counted(len(problems), 'problem')}; nothing was run. {told}")
     return list(runs.values())
 
 
 def read_settings(path: Path) -> list[dict[str, Any]]:
     """Read a TOML file: the settings of every run; what a grid says replaces what the top says."""
-    content = read_toml(path)
+    content = reading.read_toml(path)
     grid = content.pop("grid", {})
     tables = grid if isinstance(grid, list) else [grid]
     whole = all(isinstance(table, dict) for table in tables)
@@ -122,7 +112,7 @@ def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text
     """Make a run of settings, and refuse what no run can have."""
     for key, value in values.items():
         if key not in _FIELDS:
-            raise unknown_name("key", key, _FIELDS)
+            raise reading.unknown_name("key", key, _FIELDS)
         check_type(_FIELDS[key], value)
     refuse("task" not in values, 'A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
     name = values.pop("task")
@@ -182,13 +172,12 @@ def name_run(model: ModelConfig, training: TrainingConfig) -> str:
     chosen = {"attention": model.attention, "k": model.k, "optimizer": training.optimizer}
     usual = configure(task_of(training), chosen, training.listops)
     readable, words = run_name(model, training), list[str]()
-    for record, ordinary in zip((model, training), usual, strict=True):
-        for name, value in vars(record).items():
-            plain = TrainingConfig.optimizer if name == "optimizer" else getattr(ordinary, name)
-            if name not in _IN_THE_NAME and value != plain:
-                said = "-".join(value) if isinstance(value, tuple) else value
-                word = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
-                words.append(re.sub(r"[^\w.-]+", "-", word).replace("_", "-"))
+    plain = vars(usual[0]) | vars(usual[1]) | {"optimizer": TrainingConfig.optimizer}
+    for name, value in [*vars(model).items(), *vars(training).items()]:
+        if name not in _IN_THE_NAME and value != plain[name]:
+            said = "-".join(value) if isinstance(value, tuple) else value
+            word = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
+            words.append(re.sub(r"[^\w.-]+", "-", word).replace("_", "-"))
     if training.length != usual[1].length and training.listops is None:
         words.append(f"length-{training.length}")
     for word in words:
@@ -292,7 +281,7 @@ def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
 def epochs_so_far(folder: Path) -> int:
     """Return the finished epochs of a run that may be training, from ``history.csv``."""
     try:
-        return read_bytes(folder / "history.csv", LARGEST_JSON).count(b"\n") - 1
+        return reading.read_bytes(folder / "history.csv").count(b"\n") - 1
     except InputError:
         return 0
 
@@ -306,7 +295,7 @@ def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
         "epochs": saved.epoch, "weights": weights_sha256(saved.state), "provenance": facts, "history": short,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{run.name}.json", json.dumps(content, allow_nan=False) + "\n")
+    reading.write_text(folder / f"{run.name}.json", json.dumps(content, allow_nan=False) + "\n")
 
 
 def _without_folders(command: str) -> str:
@@ -332,10 +321,7 @@ def read_tables(runs: Path, histories: Path, *stamps: int) -> dict[str, dict[str
     import pandas as pd
 
     try:
-        tables = []
-        for path in (runs, histories):
-            with open_file(path, LARGEST_JSON) as file:
-                tables.append(pd.read_parquet(file))
+        tables = [pd.read_parquet(io.BytesIO(reading.read_bytes(path))) for path in (runs, histories)]
         found = {
             name: {str(column): rows[column].tolist() for column in rows if column != "run"}
             for name, rows in tables[1].groupby("run", sort=False)
@@ -352,7 +338,7 @@ def read_tables(runs: Path, histories: Path, *stamps: int) -> dict[str, dict[str
 def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
     """Return the history in a run's record: its file, or the tables of a finished study."""
     path = folder / f"{run.name}.json"
-    content = read_json(path) if path.exists() else read_packed(folder).get(run.name)
+    content = reading.read_json(path) if path.exists() else read_packed(folder).get(run.name)
     if content is None:
         return None
     try:
@@ -399,13 +385,8 @@ def result(
     try:
         recorded = None if records is None else read_history(records, run)
         status, saved = inspect(folder, run)
-        if (
-            keep
-            and records
-            and status == "done"
-            and saved
-            and saved.epoch > len((recorded or {}).get("epoch", ()))
-        ):
+        known = len((recorded or {}).get("epoch", ()))
+        if keep and records and saved and status == "done" and saved.epoch > known:
             write_record(records, run, saved)
     except InputError as error:
         status, problem = "failed", str(error)
@@ -435,6 +416,8 @@ def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[
 
 def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:
     """Write ``results.csv`` and ``results.json``, each whole or not at all."""
-    write_csv(folder / "results.csv", [[f.name for f in fields(RunResult)], *(vars(row).values() for row in rows)])
+    reading.write_csv(
+        folder / "results.csv", [[f.name for f in fields(RunResult)], *(vars(row).values() for row in rows)]
+    )
     document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
-    write_text(folder / "results.json", document + "\n")
+    reading.write_text(folder / "results.json", document + "\n")

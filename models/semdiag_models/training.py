@@ -1,11 +1,9 @@
 """The trainer: a finite data set, epoch by epoch, as in the paper; on CUDA every step is one graph."""
 
 import math
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +14,7 @@ from semdiag_models.attention import ATTENTIONS
 from semdiag_models.checkpoint import Checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import (
-    LARGEST_JSON,
-    InputError,
-    RunLock,
-    read_bytes,
-    refuse,
-    require_memory,
-    unknown_name,
-)
+from semdiag_models.reading import InputError, RunLock, refuse, require_memory, unknown_name
 from semdiag_models.tasks import Split, draw_data, draw_fresh, task_of
 
 HISTORY_COLUMNS = (
@@ -46,7 +36,7 @@ def random_state(device: torch.device) -> RandomState:
     return states
 
 
-def restore_random_state(states: RandomState) -> None:
+def set_random_state(states: RandomState) -> None:
     """Restore the global generators of the available devices."""
     torch.set_rng_state(states["cpu"])
     for name, module in _GENERATORS.items():
@@ -55,11 +45,7 @@ def restore_random_state(states: RandomState) -> None:
 
 
 class Steps:
-    """Training steps of one encoder, or of several of one configuration at once, whose parameters are stacked.
-
-    Nothing in an epoch waits for the device. On CUDA a step is captured once and replayed: forward, backward,
-    clipping and update are launched together.
-    """
+    """Steps of one encoder, or of several with stacked parameters; on CUDA, replays of a captured graph."""
 
     def __init__(self, trainers: "Sequence[Trainer]") -> None:
         first, self.trainers, self.padded = trainers[0], trainers, any(t.padded for t in trainers)
@@ -242,6 +228,8 @@ class Trainer:
 
     def restore(self, saved: Checkpoint) -> None:
         """Continue from a snapshot."""
+        if set(saved.history) != set(HISTORY_COLUMNS) or "cpu" not in saved.rng:
+            raise InputError("history or random state is missing. A run's own last.pt has both.")
         self.encoder.load_state_dict(saved.state)
         self.epoch, self.history = saved.epoch, saved.history
         parameters, state = dict(self.encoder.named_parameters()), saved.optimizer_state
@@ -255,7 +243,7 @@ class Trainer:
                     raise InputError(f"the optimiser's {quantity!r} of {name!r} does not fit the model.")
                 own[quantity] = value.to(self.device if value.ndim else scalars, copy=True)
         try:
-            restore_random_state(saved.rng)
+            set_random_state(saved.rng)
             self.rng = random_state(self.device)
         except (RuntimeError, TypeError) as error:
             raise InputError(f"its random state is damaged ({error}).") from None
@@ -287,11 +275,7 @@ class Trainer:
         return not self.config.pad_as_token and any(bool((s.tokens == pad_id).any()) for s in splits)
 
     def close_epoch(self, start: float, train_loss: float, train_accuracy: float) -> Progress:
-        """Evaluate after an epoch of steps and write it into the history.
-
-        Loss and accuracy on the training samples are those of the steps, unless exact ones are asked for, by
-        ``exact`` or by ``until``, or the training ends.
-        """
+        """Evaluate after an epoch, on the training samples only where asked, and write it into the history."""
         self.check_loss(train_loss)
         training = self.training
         if training.exact or training.until is not None or self.epoch + 1 == training.epochs:
@@ -411,12 +395,3 @@ def with_float64(device: torch.device | str) -> torch.device:
     """Return the device, or the CPU instead of MPS, which has no float64."""
     device = torch.device(device)
     return torch.device("cpu") if device.type == "mps" else device
-
-
-def processor() -> str:
-    """Return the processor's name as the system reports it; like the thread count, it affects a run's rounding."""
-    try:
-        lines = read_bytes(Path("/proc/cpuinfo"), LARGEST_JSON).decode("utf-8", "replace").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (InputError, StopIteration):
-        return platform.processor() or platform.machine()

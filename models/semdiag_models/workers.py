@@ -24,13 +24,13 @@ class LocalWorkers:
     """Processes on this machine that train or measure; they ignore Ctrl-C, and end with this process."""
 
     def __init__(
-        self, jobs: int | None, carry_out: Callable[[Any], Any], tasks: int = 10**9, size: int = 0
+        self, jobs: int | None, carry_out: Callable[[Any], Any], tasks: int | None = None, size: int = 0
     ) -> None:
-        room = int(memory_share() / MEMORY_SHARE / (_BYTES + size))
+        room = max(1, int(memory_share() / MEMORY_SHARE / (_BYTES + size)))
         most, why = min(
             (cores(), "this machine has no more cores"),
-            (max(1, room), f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each"),
-            (max(1, tasks), "there is no more to divide among processes"),
+            (room, f"its memory holds no more of {(_BYTES + size) / 2**30:.1f} GiB each"),
+            (room if tasks is None else max(1, tasks), "there is no more to divide among processes"),
             key=lambda limit: limit[0],
         )
         self.capacity = most if jobs is None else min(jobs, most)  # largest number of pending orders

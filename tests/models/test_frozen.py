@@ -10,7 +10,7 @@ from semdiag_models.encoder import Encoder
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweep import configure, identity, name_run, read_sweep
 from semdiag_models.tasks import draw_data
-from semdiag_models.training import Trainer, random_state, restore_random_state
+from semdiag_models.training import Trainer, random_state, set_random_state
 
 CPU = torch.device("cpu")
 FROZEN = {"frozen": ("qk",)}
@@ -58,11 +58,11 @@ def test_an_epoch_is_clipped_sgd_of_the_other_parameters(tiny_model, tiny_traini
     random = random_state(CPU)
     naive = Encoder(model).double().train()
     naive.load_state_dict(trainer.encoder.state_dict())
-    restore_random_state(random)
+    set_random_state(random)
     trainer.run(lambda _: None)
 
     train, _ = draw_data(training, model.length, 2)
-    restore_random_state(random)
+    set_random_state(random)
     rows, clipped = 2 * model.heads * model.head_width, 0
     for epoch in range(training.epochs):
         for batch in torch.split(torch.randperm(training.train_samples), training.batch_size):
@@ -140,5 +140,5 @@ def test_a_sweep_takes_one_list_or_several(tmp_path):
         assert [run.training.frozen for run in runs] == expected
         assert len({run.name for run in runs}) == len(expected)
     file.write_text('[grid]\ntask = "parity"\nfrozen = ["kq"]\n', encoding="utf-8")
-    with pytest.raises(InputError, match=r"grid\.frozen: .*Known: qk"):
+    with pytest.raises(InputError, match=r"Unknown frozen .*Known: qk"):
         read_sweep(file)

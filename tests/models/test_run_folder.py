@@ -8,8 +8,8 @@ from semdiag_models import run_folder as module
 from semdiag_models import training
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
 from semdiag_models.reading import InputError
-from semdiag_models.run_folder import open_run, run_name, train_run
-from semdiag_models.training import DivergedError, processor
+from semdiag_models.run_folder import open_run, processor, run_name, train_run
+from semdiag_models.training import DivergedError
 
 CPU = torch.device("cpu")
 

@@ -301,7 +301,7 @@ def in_short(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:
 def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.DataFrame]:
     """Return the tables to write as CSV; percentiles of δ are in every report."""
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
-    if len(within := findings(within_table)):
+    if answers.keys() & {"dispersion", "separation"} and len(within := findings(within_table)):
         tables["within"] = all_by_name(within)
     if len(findings.measurements.projections):
         tables["projections"] = findings.measurements.projections

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from semdiag_models.attention import DRAWN
 from semdiag_models.config import ListOpsTrees, ModelConfig, Recipe, TrainingConfig
-from semdiag_models.reading import InputError, unknown_name
+from semdiag_models.reading import InputError, refuse, unknown_name
 from semdiag_models.tasks import sampling
 from semdiag_models.tasks.sampling import Samples
 from semdiag_models.tasks.text import Text, open_text, perplexity
@@ -60,8 +60,8 @@ class Task:
 
     def sample(self, n: int, length: int, generator: Generator) -> Samples:
         """Draw n labelled strings."""
-        if length < self.shortest:
-            raise InputError(f"{self.name} needs a length of at least {self.shortest}. Got length={length}.")
+        needed = f"{self.name} needs a length of at least {self.shortest}. Got length={length}."
+        refuse(length < self.shortest, needed)
         return self.strings(n, length, generator)
 
     def parse(self, text: str) -> list[int]:
@@ -89,44 +89,30 @@ def listops(trees: ListOpsTrees) -> Task:
 
 
 TASKS = {task.name: task for task in (
-    Task(
-        "parity", ("parity_check",), "is the number of ones odd?", ("0", "1"), 2, 0.5,
+    Task("parity", ("parity_check",), "is the number of ones odd?", ("0", "1"), 2, 0.5,
         (0.5, "none: every proper part of the string is independent of the label"),
-        Recipe(40, 1000), sampling.parity,
-    ),
-    Task(
-        "even-pairs", ("even_pairs", "ueqpairs"), "is the number of neighbouring unequal bits odd?",
+        Recipe(40, 1000), sampling.parity),
+    Task("even-pairs", ("even_pairs", "ueqpairs"), "is the number of neighbouring unequal bits odd?",
         ("0", "1"), 2, 0.5, (0.5, "none with a single token; first and last together decide it"),
-        Recipe(40, 100), sampling.even_pairs,
-    ),
-    Task(
-        "missing-duplicate", ("missing_duplicate_string", "missdup"),
+        Recipe(40, 100), sampling.even_pairs),
+    Task("missing-duplicate", ("missing_duplicate_string", "missdup"),
         "which bit was removed from a string written twice?", ("0", "1", "2"), 2, 0.5,
         (0.5125, "the first token alone: once in 40 strings it is the twin of the placeholder"),
-        Recipe(40, 250), sampling.missing_duplicate, 2,
-    ),
-    Task(
-        "stack-manipulation", ("stack_manipulation", "stackman"),
+        Recipe(40, 250), sampling.missing_duplicate, 2),
+    Task("stack-manipulation", ("stack_manipulation", "stackman"),
         "what lies on top of a stack after some pushes and pops?", tuple("01234"), 3, 0.499865,
         (0.8333, "the last token alone: a push, two times in three, gives the label"),
-        Recipe(40, 200), sampling.stack_manipulation,
-    ),
-    Task(
-        "cycle-navigation", ("cycle_navigation", "cycnav"), "where on a cycle of five does a walk end?",
+        Recipe(40, 200), sampling.stack_manipulation),
+    Task("cycle-navigation", ("cycle_navigation", "cycnav"), "where on a cycle of five does a walk end?",
         ("0", "1", "2"), 5, 0.2, (0.2, "none: one token leaves the sum of the others uniform"),
-        Recipe(40, 750), sampling.cycle_navigation,
-    ),
-    Task(
-        "modular-arithmetic", ("modular_arithmetic_brackets", "mab"),
+        Recipe(40, 750), sampling.cycle_navigation),
+    Task("modular-arithmetic", ("modular_arithmetic_brackets", "mab"),
         "the value of a bracketed expression modulo 5", tuple(sampling.BRACKETS), 5, 0.29159,
         (0.29159, "always 0, since a product with a factor 0 is 0; the outermost operator adds nothing"),
-        Recipe(40, 600), sampling.modular_arithmetic,
-    ),
-    Task(
-        "solve-equation", ("solve_equation", "soleq"), "the value of x in a bracketed equation modulo 5",
+        Recipe(40, 600), sampling.modular_arithmetic),
+    Task("solve-equation", ("solve_equation", "soleq"), "the value of x in a bracketed equation modulo 5",
         tuple(sampling.EQUATION), 5, 0.2, (0.2, "none: no single token tells anything of x"),
-        Recipe(40, 600), sampling.solve_equation, 3,
-    ),
+        Recipe(40, 600), sampling.solve_equation, 3),
     listops(ListOpsTrees()),
 )}  # fmt: skip
 
@@ -136,8 +122,7 @@ def find_task(name: str) -> Task:
     for task in TASKS.values():
         if name == task.name or name in task.aliases:
             return task
-    if name == Text.name:
-        raise InputError("The task text needs a file: semdiag train text --text FILE.")
+    refuse(name == Text.name, "The task text needs a file: semdiag train text --text FILE.")
     raise unknown_name("task", name, [*TASKS, Text.name])
 
 
@@ -158,10 +143,15 @@ def configure(
     if values.get("attention") in DRAWN:  # every seed keeps different keys
         values.setdefault("selection_seed", values.get("seed", TrainingConfig.seed))
     positions = padded_length(values["length"], values.get("k"), values.get("pad_as_token", False))
-    facts = {"vocabulary_size": task.vocabulary_size, "classes": task.classes, "task": task.name, "listops": trees}
-    facts["text"] = task.source if isinstance(task, Text) else None
+    values |= {
+        "vocabulary_size": task.vocabulary_size,
+        "classes": task.classes,
+        "task": task.name,
+        "listops": trees,
+    }
+    values["text"] = task.source if isinstance(task, Text) else None
     model, training = (
-        {f.name: v for f in fields(record) if (v := (values | facts).get(f.name)) is not None}
+        {f.name: v for f in fields(record) if (v := values.get(f.name)) is not None}
         for record in (ModelConfig, TrainingConfig)
     )
     return ModelConfig(**{**model, "length": positions}), TrainingConfig(**training)
@@ -182,8 +172,7 @@ class Split(NamedTuple):
 def draw_data(config: TrainingConfig, positions: int, pad_id: int) -> tuple[Split, Split]:
     """Regenerate a run's training and held-out samples from its seed, padded to a number of positions."""
     generator = torch.Generator().manual_seed(config.seed)
-    train, holdout = _draw(config, config.holdout_samples, generator, positions, pad_id)
-    return train, holdout
+    return _draw(config, config.holdout_samples, generator, positions, pad_id)
 
 
 def draw_fresh(config: TrainingConfig, epoch: int, positions: int, pad_id: int) -> Split:

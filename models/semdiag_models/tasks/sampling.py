@@ -136,10 +136,7 @@ def _write_leaves(
 
 
 class TreeWriter:
-    """Draws trees of given lengths from the source's law, before any is rejected; all together, depth by depth.
-
-    A node is a digit with probability 3/4, and always at the largest depth; the root has depth 1.
-    """
+    """Draws trees of given lengths, depth by depth; nodes are digits with probability 3/4, and at the end."""
 
     def __init__(self, law: ListOpsTrees, rng: np.random.Generator) -> None:
         self.law, self.rng = law, rng

@@ -307,7 +307,7 @@ def test_sections_are_chosen(four, tmp_path):
     page = Page(write_report(Findings(four), tmp_path / "s", "x", formats=["svg"], sections=["separation"])[0])
     assert {Path(image["src"]).stem for image in page.all("img")} == {"separation_by_layer", "key_load"}
     assert {path.name for path in (tmp_path / "s/data").iterdir()} == {
-        "dispersion.csv", "separation.csv", "load.csv",
+        "dispersion.csv", "separation.csv", "load.csv", "within.csv",
     }  # fmt: skip
     with pytest.raises(ValueError, match="dispersion, heads, separation, learning"):
         write_report(Findings(four), tmp_path / "x", "x", sections=["weather"])

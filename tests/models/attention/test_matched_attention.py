@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from semdiag_models import encoder as encoder_module
+from semdiag_models import attention as attention_module
 from semdiag_models.checkpoint import read_checkpoint
 from semdiag_models.config import ModelConfig
 from semdiag_models.encoder import AttentionCore, Encoder
@@ -198,7 +198,7 @@ def test_training_with_masked_matrices_and_with_gathered_keys_is_the_same(kind, 
     """Loss, gradients and moved centroids of one step, on inputs that count as short or long."""
     results = []
     for longest in (128, 0):
-        monkeypatch.setattr(encoder_module, "SHORT", longest)
+        monkeypatch.setattr(attention_module, "SHORT", longest)
         torch.manual_seed(0)
         model = encoder(kind).train()
         torch.manual_seed(1)  # redrawn keys

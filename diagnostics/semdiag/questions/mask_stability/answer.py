@@ -233,7 +233,8 @@ def answer(findings: Findings) -> Answer:
     tables = {"mask_stability": with_facts(findings, all_by_name(table))}
     tables |= {"noise_effects": with_facts(findings, effects)} if len(effects) else {}
     glance = masks_glance(findings)
-    folded = [each for one in shown for each in (one.short if isinstance(one, Folded) else [one])]
+    parts = [each for one in shown for each in (one.short if isinstance(one, Folded) else [one])]
+    folded = [each.strip() if isinstance(each, str) else each for each in parts]
     return Answer(
         glance, [glance.sentence] * (not table.empty),
         [f"{mask_facts(findings)}.", *folded] if len(table) else folded, tables=tables, results=results,
