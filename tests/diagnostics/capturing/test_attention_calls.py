@@ -112,7 +112,7 @@ def test_nothing_is_attached_to_the_model_and_nothing_is_left_behind(encoder):
 CHANGES = {
     "another part": lambda encoder: setattr(encoder.blocks[1], "out", torch.nn.Sequential(torch.nn.Identity())),
     "a method": lambda encoder: setattr(encoder, "forward", encoder.forward),
-    "a method of a part": lambda encoder: setattr(encoder.blocks[0].attention, "mix", lambda qkv, *_: qkv),
+    "a method of a part": lambda encoder: setattr(encoder.blocks[0].attention, "select", lambda *_: None),
     "a hook": lambda encoder: encoder.blocks[0].register_forward_hook(lambda *_: None),
     "a hook before": lambda encoder: encoder.head.register_forward_pre_hook(lambda *_: None),
 }
