@@ -30,7 +30,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
 from semdiag.measuring.training_runs import epochs_to
 from semdiag.measuring.words import layer_name
-from semdiag.presenting.answer import Answer, first_sentences, percentile_csv, verdict_table
+from semdiag.presenting.answer import Answer, Heading, first_sentences, percentile_csv, verdict_table
 from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
 from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
 from semdiag.presenting.progress import Stages
@@ -248,12 +248,18 @@ def _write(
     if keep_queries:
         measurements.save(folder / "data")
     elsewhere = bool(external(measurements.models).all())
-    parts = [(name, reported()[name].headings_for(elsewhere)) for name in answers]
-    figures = [figure for _, headings in parts for heading in headings for figure in heading.figures]
+    figures: dict[str, Drawing] = {}  # each where it stands first
+    parts: list[tuple[str, list[Heading]]] = []
+    for name in answers:
+        parts.append((name, []))
+        for heading in reported()[name].headings_for(elsewhere):
+            new = {figure.name: figure for figure in heading.figures if figure.name not in figures}
+            parts[-1][1].append(replace(heading, figures=tuple(new.values())))
+            figures |= new
     if progress is not None:
         progress.announce("figures", len(figures))
     pictures = {}
-    for figure in figures:
+    for figure in figures.values():
         pictures[figure.name] = _picture(figure, findings, folder, formats)
         if progress is not None:
             progress.advance(1)

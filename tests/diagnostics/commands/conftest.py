@@ -22,13 +22,18 @@ class Outcome:
     err: str
 
 
-_get_command = functools.cache(typer.main.get_command)  # it builds all commands anew at every call
+_get_command = typer.main.get_command  # it builds all commands anew at every call
+
+
+@functools.cache
+def _built(app, _):
+    return _get_command(app)
 
 
 @pytest.fixture
 def run_semdiag(monkeypatch, capsys):
     """Call with the words after ``semdiag``: runs the program through its error border."""
-    monkeypatch.setattr(typer.main, "get_command", _get_command)
+    monkeypatch.setattr(typer.main, "get_command", lambda app: _built(app, len(app.registered_commands)))
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["semdiag", *map(str, words)])
