@@ -248,8 +248,8 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
         )
         if (row := records(again)[0])["chunk"]:
             yield (
-                f"Intervals are over {units_of(row)} within {samples}: they are about more text of the same "
-                "samples, not about others."
+                f"Intervals are over {units_of(row)}, of {counted(row['chunk'], 'token')} or more: they are about "
+                "more text of the same samples, not about others."
             )
         yield from _unseen_lines(unit, records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]))
     if len(findings.measurements.budgets):

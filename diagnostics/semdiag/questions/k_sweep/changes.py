@@ -352,9 +352,9 @@ def all_alike(row: Row) -> bool:
 
 
 def units_of(row: Row) -> str:
-    """Return what an interval is over: "24 samples", "32 chunks of 128 tokens or more"."""
+    """Return what an interval is over: "24 samples", "32 chunks of 2 samples"."""
     if row["chunk"]:
-        return f"{counted(row['units'], 'chunk')} of {counted(row['chunk'], 'token')} or more"
+        return f"{counted(row['units'], 'chunk')} of {counted(row['samples'], 'sample')}"
     return counted(row["units"], "sample")
 
 
