@@ -12,13 +12,13 @@ import json
 import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from going_on import FAILED, going_on, leave
 from training_step import Step
 
 from semdiag_models import ModelConfig, Trainer, TrainingConfig, configure, find_task, open_run, train_run
@@ -44,13 +44,10 @@ class Bench:
         print(f"{name}: {value}", flush=True)
 
     def part(self, run: Callable[[], None]) -> None:
-        """Run a part; a failure is printed and costs the others nothing."""
+        """Run a part; a failure costs the others nothing."""
         start = time.perf_counter()
-        try:
+        with going_on(run.__name__):
             run()
-        except Exception:
-            self.found[f"failed {run.__name__}"] = traceback.format_exc()
-            traceback.print_exc()
         print(f"  ({run.__name__}: {time.perf_counter() - start:.1f} s)", flush=True)
         if not self.small:
             torch.cuda.empty_cache()
@@ -181,12 +178,10 @@ class Bench:
         ways += [("full", {"optimizer": "adamw", "learning_rate": 0.001})]
         ways += [("topk", {"frozen": ("qk",), "weight_decay": 0.1}), ("topk", {"fresh_samples": True})]
         for kind, options in ways:
-            try:
+            with going_on(f"{kind} {options}"):
                 trainer = self.trainer(kind, 40, 1, training={"epochs": 2, **options})
                 trainer.run(lambda progress: None)
                 self.tell(f"two epochs {kind} {options}", trainer.history["train_loss"])
-            except Exception:
-                self.tell(f"failed {kind} {options}", traceback.format_exc())
 
     # --- time
 
@@ -203,15 +198,13 @@ class Bench:
                         ModelConfig(3, 2, length, attention, ATTENTIONS[attention], blocks=blocks), self.device
                     )
                 self.tell(f"textbook eager ms {name}", 1000 * self.seconds(step, 20))
-                try:
+                with going_on(f"textbook as a graph {name}"):
                     graph = torch.cuda.CUDAGraph()
                     for parameter in step.parameters:
                         parameter.grad = None
                     with torch.cuda.graph(graph):
                         step()
                     self.tell(f"textbook as a graph ms {name}", 1000 * self.seconds(graph.replay, 20))
-                except Exception:
-                    traceback.print_exc()
 
     def _step_ms(self, attention: str, length: int, blocks: int, **training: Any) -> float:
         batches = 2 if self.small else 40
@@ -329,7 +322,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     kinds = [name for name in ("check", "time", "listops") if getattr(arguments, name)]
     path = arguments.out / f"trainer-{'-'.join(kinds)}.json"
-    path.write_text(json.dumps(bench.found, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(bench.found | {"failed": FAILED}, indent=1), encoding="utf-8")
+    leave()
 
 
 if __name__ == "__main__":
