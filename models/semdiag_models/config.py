@@ -23,7 +23,7 @@ NORMS = "pre", "post"  # x + mlp(norm(x)), as in the paper's code; norm(x + mlp(
 SCORE_GRADIENTS = "exact", "straight-through"  # backward in training: as forward, or the softmax over all keys
 POOLINGS = "mean", "cls"  # of all tokens that are not PAD; the output of a learnt token in front of the input
 OPTIMIZERS = "sgd", "adam", "adamw"  # plain, without momentum, as in the paper; betas 0.9 and 0.999
-PRECISIONS = "float32", "tf32", "bf16"  # versions up to 0.7 could also train in the others
+PRECISIONS = "float32", "tf32", "bf16"  # versions up to 0.10 could also train in the others
 FROZEN = ("qk",)  # query and key projections, W_q and W_k, with their biases
 _IN_THE_LABEL = {
     "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "",

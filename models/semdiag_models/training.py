@@ -195,7 +195,7 @@ class Trainer:
         few = model.length < training.length
         refuse(few, f"The model has {model.length} positions, too few for length {training.length}.")
         other = training.precision != "float32"
-        refuse(other, f"Training is in float32. Only versions up to 0.7 continue a run in {training.precision}.")
+        refuse(other, f"Training is in float32. Only versions up to 0.10 continue a run in {training.precision}.")
         require_memory(training_memory(model, training, device.type == "cpu"), "Training this model", largest=1)
         train, holdout = draw_data(training, model.length, model.pad_id)
         self.train_split = Split(*(t.to(device) for t in train))
