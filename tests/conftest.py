@@ -72,7 +72,7 @@ def pytest_collection_finish():
 
 
 def covering(cases, together):
-    """Return cases, first come first, that hold every combination of so many parameters' values that occurs in all."""
+    """Return cases, first come first, that hold every combination of so many parameters' values in them all."""
     seen, chosen = set(), []
     for item in cases:
         values = sorted((name, id(value)) for name, value in item.callspec.params.items())
