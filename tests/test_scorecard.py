@@ -12,10 +12,11 @@ import pytest
 import robustness
 import speed_by_mask
 import torch
+from pack_records import read_history
 from scipy import stats
 
 from semdiag.measuring.reach import shortcut
-from semdiag_models.sweep import read_history, read_sweep
+from semdiag_models.sweep import read_sweep
 from semdiag_models.tasks import find_task
 from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER
 

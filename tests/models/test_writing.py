@@ -6,8 +6,9 @@ import stat
 
 import pytest
 
+from semdiag.commands.sweep import write_results
 from semdiag_models.reading import InputError, write_text
-from semdiag_models.sweep import read_settings, write_results
+from semdiag_models.sweep import read_settings
 
 
 @pytest.fixture

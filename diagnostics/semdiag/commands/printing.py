@@ -16,7 +16,8 @@ from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
 from semdiag.reporting.gate import LayerGate, Verification
 
 if TYPE_CHECKING:
-    from semdiag_models.sweep import RunResult, SweepRun
+    from semdiag.commands.sweep import RunResult
+    from semdiag_models.sweep import SweepRun
 
 _ROWS = 100  # printed; the files hold all
 _PLAN = (
@@ -33,7 +34,7 @@ _RESULTS = (
 
 def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_json: bool, quiet: bool) -> None:
     """Print runs and the epochs that are left by task and attention, and all runs in JSON."""
-    from semdiag_models.sweep import result
+    from semdiag.commands.sweep import result
 
     found = [result(run, folder / run.name, 1.0, None, records, keep=False) for run in runs]
     left = [
@@ -76,7 +77,7 @@ def _echo_json(content: dict[str, Any]) -> None:
 
 def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json: bool, quiet: bool) -> None:
     """Print the table of results; of very many runs only those that are not done."""
-    from semdiag_models.sweep import results_document
+    from semdiag.commands.sweep import results_document
 
     if as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))

@@ -7,12 +7,13 @@ import threading
 import pytest
 
 from semdiag.commands.printing import SweepProgress
+from semdiag.commands.sweep import result
 from semdiag.commands.train import TrainingProgress
 from semdiag.presenting import terminal as minutes
 from semdiag.presenting.progress import Stages
 from semdiag.presenting.terminal import Minutes
 from semdiag_models import ModelConfig, TrainingConfig, open_run
-from semdiag_models.sweep import SweepRun, result
+from semdiag_models.sweep import SweepRun
 
 
 class Clock:

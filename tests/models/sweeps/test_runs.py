@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from semdiag.commands.sweep import result
 from semdiag_models import InputError, read_checkpoint, write_checkpoint
 from semdiag_models.checkpoint import weights_sha256
 from semdiag_models.sweep import (
@@ -15,7 +16,6 @@ from semdiag_models.sweep import (
     epochs_so_far,
     inspect,
     name_run,
-    result,
     train_order,
 )
 
