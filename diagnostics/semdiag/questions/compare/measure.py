@@ -61,8 +61,7 @@ class Outputs:
         """Return remarks on how outputs were compared, each with a code."""
         if self.reason:
             return [(f"outputs are not compared: {self.reason}", "outputs-not-compared")]
-        reader = self._reader
-        return [] if reader is None else output_notes(reader.others, reader.unread, reader.reason, reader.loss)
+        return [] if self._reader is None else output_notes(self._reader)
 
     def prepare(self, batch: Batch, labels: Tensor | None, run_base: Callable[[Batch], Any]) -> None:
         """Learn from the first batch how to read outputs."""

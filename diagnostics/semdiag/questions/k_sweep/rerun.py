@@ -23,47 +23,17 @@ from semdiag.measuring.training_runs import token_ids
 from semdiag.measuring.words import FEWEST, counted
 from semdiag_models import InputError
 
-QUARTERS = 4
-QUARTERS_TABLE = Table(
-    "rerun_quarters",
-    (
-        "One row per length, mask, k, sample and quarter of the sample's positions (1 to 4; padding aside) of a "
-        "model that was run with masks. length: tokens of the inputs where --lengths cut them, 0 where they were "
-        "taken as they are. Sums over the quarter: targets, loss (nats), predictions, divergence (nats). kept of "
-        "keys: a quarter of the sample's part of all (NaN without a mask)."
-    ),
-    columns_of(
-        "model str; length int64; mask str; k int64; sample quarter int32; targets predictions int64; loss "
-        "divergence kept keys float64"
-    ),
-)
-
-
-def part_of(counted: Tensor, parts: Tensor | int = QUARTERS) -> Tensor:
-    """Return the part of each position (B, P) among its sample's counted positions, 1 to ``parts``; 0: none."""
-    before = counted.long().cumsum(1) - 1
-    among = counted.sum(1, keepdim=True).clamp(min=1)
-    return ((parts * before).div(among, rounding_mode="floor") + 1).where(counted, 0)
-
 
 def chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return into how many parts of at least ``chunk`` positions samples are cut, and sums over each."""
     if not chunk:
         return counted.new_ones(len(counted), dtype=torch.int64), {n: x.sum(1)[:, None] for n, x in terms.items()}
-    parts = counted.sum(1).div(chunk, rounding_mode="floor").clamp(min=1)
-    place = part_of(counted, parts[:, None]).clamp(min=1) - 1
+    among = counted.sum(1)
+    parts = among.div(chunk, rounding_mode="floor").clamp(min=1)
+    before = counted.long().cumsum(1) - 1
+    place = (parts[:, None] * before).div(among.clamp(min=1)[:, None], rounding_mode="floor").where(counted, 0)
     sums = {n: x.new_zeros(len(x), int(parts.max())).scatter_add_(1, place, x) for n, x in terms.items()}
     return parts, sums
-
-
-def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield sums over each quarter of the samples' positions."""
-    place = part_of(counted)
-    enough = (counted.sum(1) >= QUARTERS).nonzero()[:, 0].tolist()
-    for quarter in range(1, QUARTERS + 1):
-        sums = {name: x.where(place == quarter, 0).sum(1).tolist() for name, x in terms.items()}
-        for at in enough:
-            yield quarter, at, {name: x[at] for name, x in sums.items()}
 
 
 def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
@@ -119,14 +89,13 @@ Place = tuple[int, int]  # of a batch, and of a mask in it; 0: none
 
 @dataclass
 class Passes:
-    """What came of running a model with masks: rows of both tables, and what is to be remarked."""
+    """What came of running a model with masks: rows of the table, and what is to be remarked."""
 
     rows: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
-    quarters: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
     refused: dict[str, tuple[Place, str]] = field(default_factory=dict)  # the first time, by name, and why
     padded: bool = False
     drew: bool = False
-    reader: tuple[str, Sequence[str], str, str] | None = None  # its others, unread, reason and loss
+    notes: list[tuple[str, str]] = field(default_factory=list)  # how outputs are read
     state: Tensor = field(default_factory=torch.get_rng_state)  # state of torch's generator at the end
 
 
@@ -158,8 +127,7 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
             return output, {"kept": kept / samples, "keys": keys / samples}, mask.padded
 
         def add(at: Place, name: str, k: int, after: Answers, counts: dict[str, float]) -> None:
-            quarters = passes.quarters.setdefault(at, [])
-            passes.rows[at] = list(_rows(name, k, first, before, after, counts, order.chunk, quarters.append))
+            passes.rows[at] = list(_rows(name, k, first, before, after, counts, order.chunk))
 
         first, reader = 0, None
         for number, given in enumerate(order.batches):
@@ -201,22 +169,15 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
                     f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {message})."
                 ) from error
             first += size
-    passes.reader = None if reader is None else (reader.others, reader.unread, reader.reason, reader.loss)
+    passes.notes = [] if reader is None else output_notes(reader)
     passes.state = torch.get_rng_state()
     return passes
 
 
 def _rows(
-    mask: str,
-    k: int,
-    first: int,
-    before: Answers,
-    after: Answers,
-    counts: dict[str, float],
-    chunk: int,
-    quarters: Callable[[dict[str, Any]], None],
+    mask: str, k: int, first: int, before: Answers, after: Answers, counts: dict[str, float], chunk: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per sample, or per part of one; those of its quarters are handed out."""
+    """Yield a row per sample, or per part of one."""
     counted, terms = before.counted, position_terms(before, after)
     chunk *= before.distribution
     parts, sums = chunk_sums(counted, terms, chunk)
@@ -227,12 +188,6 @@ def _rows(
         place |= {"output_change": changes[at]} | {name: count / many for name, count in counts.items()}
         for part in range(many):
             yield {**place, "part": part, **{name: x[at][part] for name, x in listed.items()}}
-    if not before.distribution:
-        return
-    summed = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
-    shares = {name: count / QUARTERS for name, count in counts.items()}
-    for quarter, at, own in quarter_sums(counted, summed):
-        quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})
 
 
 RERUN_TABLE = Table(
@@ -250,6 +205,11 @@ RERUN_TABLE = Table(
         "model mask str; k int64; sample part chunk int32; targets correct predictions changed classes int64; "
         "loss divergence output_change kept keys float64"
     ),
+)
+LENGTHS_TABLE = Table(
+    "rerun_lengths",
+    "The same of inputs that --lengths cut into pieces. length: tokens of each.",
+    {**RERUN_TABLE.columns, "length": "int64"},
 )
 # Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1% of a perplexity);
 # where nothing but outputs is known, 5% of their norm.
@@ -310,7 +270,6 @@ def rerun(
     remark: Callable[[str, str], None] = lambda text, code: None,
     optional: Sequence[str] = (),
     after_batch: Callable[[int], None] = lambda samples: None,
-    quarters: Callable[[dict[str, Any]], None] = lambda row: None,
     jobs: int = 1,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients."""
@@ -331,11 +290,8 @@ def rerun(
         remark(f"{name} was not run: {why}", "kind-not-run")
     if passed.drew:
         remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
-    for text, code in output_notes(*passed.reader) if passed.reader else ():
+    for text, code in passed.notes:
         remark(text, code)
-    for place in sorted(passed.quarters):
-        for row in passed.quarters[place]:
-            quarters(row)
     every = (row for place in sorted(passed.rows) for row in passed.rows[place])
     return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in every if row["mask"] not in passed.refused)
 
@@ -356,7 +312,6 @@ def _divided(order: RerunOrder, jobs: int) -> Passes:
     first, *others = run_in_parallel(orders, workers)
     for other in others:
         first.rows |= other.rows
-        first.quarters |= other.quarters
         for name, refusal in other.refused.items():
             first.refused[name] = min(refusal, first.refused.get(name, refusal))
         first.padded |= other.padded
@@ -372,13 +327,15 @@ def _check_labels(labels: Any, samples: int) -> None:
         raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
 
 
-def output_notes(others: str, unread: Sequence[str], reason: str, loss: str) -> list[tuple[str, str]]:
-    """Return remarks on how outputs are read, as a reader's others, unread, reason and loss say it; with codes."""
-    read_alone = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
+def output_notes(reader: Reader) -> list[tuple[str, str]]:
+    """Return remarks on how outputs are read, each with a code."""
+    read_alone = f"of its inputs {', '.join(reader.unread)} are read by the model alone: its outputs are compared"
+    as_outputs = f"logits are compared as outputs, not as a distribution: {reader.reason}"
+    own_loss = f"the loss that is compared is the cross-entropy of logits and labels: {reader.loss}"
     notes = (
-        (others, f"of its outputs {others}", "outputs-compared"),
-        (unread, read_alone, "labels-unread"),
-        (reason, f"logits are compared as outputs, not as a distribution: {reason}", "logits-as-outputs"),
-        (loss, f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits"),
+        (reader.others, f"of its outputs {reader.others}", "outputs-compared"),
+        (reader.unread, read_alone, "labels-unread"),
+        (reader.reason, as_outputs, "logits-as-outputs"),
+        (reader.loss, own_loss, "loss-of-logits"),
     )
     return [(text, code) for wanted, text, code in notes if wanted]
