@@ -144,8 +144,8 @@ def length_table(findings: Findings) -> pd.DataFrame:
         unit, limit = "targets" if measure == "loss" else "predictions", tolerance_of(findings, measure)
         sums = again.groupby(["mask", "k", "sample"])[[measure, unit, "kept", "keys"]].sum()
         before = sums.loc[NO_MASK].droplevel("k")[measure]
-        for (mask, k), own in sums.drop(NO_MASK).groupby(["mask", "k"]):
-            own = own.loc[mask, k]
+        for mask, k in dict.fromkeys((mask, k) for mask, k, _ in sums.drop(NO_MASK).index):
+            own = sums.loc[mask, k]
             change = (own[measure] - before[own.index]).to_numpy(np.float64)
             row = dict(zip(("model", "length"), cast("tuple[str, int]", place), strict=True))
             row |= {"mask": mask, "k": int(k), "samples": len(own), "measure": measure}

@@ -166,7 +166,8 @@ def mask_stability(
                     run(noisy)
                 run.alike()
             else:
-                with noisy_copies(run.module.blocks[plan.block], probe.samples, probe.add_noise):
+                block = run.module.get_submodule(f"blocks.{plan.block}")
+                with noisy_copies(block, probe.samples, probe.add_noise):
                     probe.compare(run(noisy))
             after_batch(probe.samples)
     probe.sums.leave_out(reach.left_out(PROBE.name, note))
