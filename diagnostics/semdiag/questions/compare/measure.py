@@ -215,7 +215,7 @@ def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
     norms = {"output": output, "by_weights": by_weights, "by_values": by_values, "change": after - output}
     dropping = base.dropping | other.dropping
     chosen = (rows.top.flatten(0, 2).cpu() for rows in (base, other))
-    overlap = overlaps(*chosen)[0].view(counts.shape).to(counts.device)
+    overlap = overlaps(*chosen).view(counts.shape).to(counts.device)
     variation = total_variation(base.weights, other.weights)
     terms = {
         "queries": torch.ones_like(variation), "total_variation": variation, "largest": variation,

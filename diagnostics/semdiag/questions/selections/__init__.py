@@ -76,11 +76,10 @@ def _ask(
 
 def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn:
     """Measure what a model selects."""
-    from semdiag.capturing.batches import split
-    from semdiag.capturing.inputs import read_batches
     from semdiag.capturing.loading import load
     from semdiag.mathematics.rounding import number_format
     from semdiag.measuring.measure import DTYPES
+    from semdiag.measuring.survey import inputs_of
     from semdiag.presenting.terminal import tell
     from semdiag.questions.selections.answer import own_answer, own_summary
     from semdiag.questions.selections.compare import Saving, own_selections
@@ -93,12 +92,7 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
     loaded = load(model, head=conditions.head)
     if not loaded.external:
         raise InputError(f"{model} is an encoder of semdiag's, whose attention is measured by semdiag info.")
-    if conditions.inputs is None and loaded.batches is None:
-        raise InputError(f"Name inputs for {model}: --inputs FILE, texts (.txt) or token ids (.npy, .npz, .pt).")
-    if conditions.inputs is None:
-        batches = split(loaded.batches, conditions.batch_size)
-    else:
-        batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
+    batches, *_ = inputs_of(loaded, conditions)
     dtype = conditions.decided([loaded], device).dtype
     measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
     written = [] if saving is None else saving.write()

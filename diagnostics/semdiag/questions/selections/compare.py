@@ -122,7 +122,7 @@ def _weight_of(a: LaidOut, b: LaidOut) -> str:
 
 def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
     """Return the table of :class:`ComparedSelections`."""
-    overlap, displacement = overlaps(a.sets, b.sets)
+    overlap = overlaps(a.sets, b.sets)
     number, each = len(overlap), a.layers * a.heads
     layer, head = np.divmod(np.arange(number) % each, a.heads)
     differs = overlap < 1
@@ -135,7 +135,6 @@ def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "token": np.arange(number) // each, "layer": layer, "head": head, "overlap": overlap.numpy(),
-            "displacement": displacement.numpy(),
             "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]), "lost": lost.numpy(),
         }
     )  # fmt: skip
