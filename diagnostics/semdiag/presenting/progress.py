@@ -65,7 +65,6 @@ class Stages:
         self._bar.advance(self._step, steps)
 
     def _state(self) -> str:
-        """Return the state of the bars in words."""
         whole, step = self._bar.tasks
         counted = f" ({step.completed:g} of {step.total:g})" if step.total else ""
         stages = f" stage {whole.completed + 1:g} of {whole.total:g}," if whole.total != 1 else ""

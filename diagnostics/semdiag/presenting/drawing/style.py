@@ -376,7 +376,6 @@ def _for_screens(svg: str) -> str:
 
 
 def _show_all(figure: Figure) -> None:
-    """Escape control characters in a figure's texts, which would make an SVG invalid."""
     for text in figure.findobj(Text):
         if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
             text.set_text(shown)

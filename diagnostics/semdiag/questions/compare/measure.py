@@ -182,7 +182,6 @@ def _parts(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
 
 
 def _rows(part: AttentionCall, top: int) -> _Rows:
-    """Score a part of a call."""
     scores = part.scores(torch.float64)
     allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed
     allowed = allowed.expand(scores.shape)
@@ -378,7 +377,6 @@ def compare(
 
 
 def _check_batch(model: LoadedModel, batch: Batch) -> None:
-    """Refuse a batch that one of semdiag's encoders does not take, naming the model."""
     if isinstance(model.module, Encoder):
         try:
             checked_batch(model.module, batch)
@@ -471,6 +469,5 @@ def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditi
 
 
 def _pieces(model: LoadedModel) -> str | None:
-    """Return what cuts the text of an encoder of text into pieces."""
     text = None if model.training is None else model.training.text
     return None if text is None else text.model

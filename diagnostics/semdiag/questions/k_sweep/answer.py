@@ -428,7 +428,6 @@ def _swept(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _result(findings: Findings, model: str) -> Summary:
-    """Return what JSON says of a model."""
     measurements = findings.measurements
     tables = {"rerun": findings(change_table), "by_length": findings(length_table)}
     tables |= {"conditions": findings(condition_table), "sweep": measurements.sweep}
@@ -444,7 +443,6 @@ def _result(findings: Findings, model: str) -> Summary:
 
 
 def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
-    """Return a row a mask: what it changed."""
     measure = rows[0]["measure"]
     several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
     control = {} if several else {row["k"]: row["change"] for row in rows if row["mask"] == RANDOM}
@@ -462,7 +460,6 @@ def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
 
 
 def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
-    """Say why some rows have no weight."""
     top = [row for row in rows if row["mask"] == TOP_K and math.isnan(row["weight_kept"])]
     above = [row["k"] for row in top if row["kept"] < 1]
     kept = [row["k"] for row in top if row["kept"] == 1]

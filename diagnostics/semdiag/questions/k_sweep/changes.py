@@ -244,12 +244,10 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
 
 
 def _holds(tested: Row, limit: float) -> bool | None:
-    """Return whether a budget suffices; None if these samples do not decide."""
     return True if harmless(tested, limit) else False if costs(tested, limit) else None
 
 
 def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the layers of a budget, each with k by head."""
     attentions: dict[tuple[str, int], dict[str, Any]] = {}
     for row in records(rows.sort_values(["layer", "head"])):
         names = {name: row[name] for name in ("layer", "module", "occurrence")}

@@ -31,7 +31,6 @@ from semdiag_models import InputError
 
 
 def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> TopScores:
-    """Return what is to see a clean pass of a model."""
     loaded, size = subject.model, subject.batch_size
     batches = split(subject.first[0], size)
     longest, keys = longest_call(loaded, batches, subject.device, subject.dtype)
@@ -82,7 +81,6 @@ _TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, LENGTHS_TABLE, BUDGET_TA
 
 
 def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
-    """Return all tables of a k-sweep of one model."""
     loaded, labels, min_keys = subject.model, subject.first[1], prepared or 1
     tables = {table.name: table.empty() for table in _TABLES}
     if not _scored(loaded):
@@ -116,7 +114,6 @@ def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mappin
 
 
 def _scored(loaded: LoadedModel) -> bool:
-    """Return whether a model's mask depends on its scores, or may."""
     return loaded.external or loaded.encoder.config.attention in SCORED
 
 

@@ -177,7 +177,6 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
 def _rows(
     mask: str, k: int, first: int, before: Answers, after: Answers, counts: dict[str, float], chunk: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per sample, or per part of one."""
     counted, terms = before.counted, position_terms(before, after)
     chunk *= before.distribution
     parts, sums = chunk_sums(counted, terms, chunk)
@@ -297,7 +296,6 @@ def rerun(
 
 
 def _divided(order: RerunOrder, jobs: int) -> Passes:
-    """Divide the masks among processes, and put together what came of them."""
     from semdiag.measuring.survey import run_in_parallel
     from semdiag_models.workers import LocalWorkers  # which needs joblib, as nothing else here does
 
@@ -320,7 +318,6 @@ def _divided(order: RerunOrder, jobs: int) -> Passes:
 
 
 def _check_labels(labels: Any, samples: int) -> None:
-    """Refuse labels that are no tensor with an entry for each sample."""
     if not isinstance(labels, Tensor) or not labels.ndim or len(labels) != samples:
         plain = isinstance(labels, Tensor)
         got = f"shape {tuple(labels.shape)} for {counted(samples, 'sample')}" if plain else type(labels).__name__

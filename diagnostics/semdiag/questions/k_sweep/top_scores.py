@@ -148,7 +148,6 @@ def _totals(values: Tensor, used: Tensor) -> Tensor:
 
 
 def _joint(totals: Tensor) -> Tensor:
-    """Put totals (n, …, 6) together."""
     return torch.cat([totals[..., :4].sum(0), totals[..., 4:5].amin(0), totals[..., 5:].amax(0)], -1)
 
 

@@ -182,8 +182,6 @@ class PrecisionPlan:
 
 @dataclass
 class _Collector:
-    """Collects the rows of both tables, call by call."""
-
     model: str
     plan: PrecisionPlan
     selection: Selection
@@ -222,7 +220,6 @@ class _Collector:
 
 
 def _measure(subject: Subject, plan: PrecisionPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
-    """Compare the mask of every query in float64 with that of its rounded query, keys and scores."""
     loaded = subject.model
     kind = "full" if loaded.external else loaded.encoder.config.attention
     selection = selection_of(kind)

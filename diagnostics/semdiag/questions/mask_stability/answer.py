@@ -103,7 +103,6 @@ def _described(part: pd.DataFrame) -> Summary:
 
 
 def _middle_level(findings: Findings) -> tuple[float, pd.DataFrame]:
-    """Return the middle noise level, and the pooled rows of all levels."""
     table = findings(mask_table)
     table, levels = table[table["layer"] == ALL], sorted(table["level"].unique())
     return (float(levels[len(levels) // 2]) if levels else math.nan), table

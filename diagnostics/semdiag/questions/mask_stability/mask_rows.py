@@ -164,7 +164,6 @@ def _at(values: Tensor, positions: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, allowed: Tensor | None, chosen: Tensor | None) -> Tensor:
-    """Return attention weights over the chosen keys, or over all allowed ones."""
     if chosen is not None:
         allowed = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
     return (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)

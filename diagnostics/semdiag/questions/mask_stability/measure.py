@@ -234,7 +234,6 @@ def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, p
 
 
 def _check(model: LoadedModel, plan: NoisePlan, prepared: Any = None) -> None:
-    """Refuse a block that the model does not have."""
     if model.external and plan.block:
         raise InputError(f"Noise can enter {model.path} behind its embedding only. Got block {plan.block}.")
     if not model.external and plan.block >= model.encoder.config.blocks:

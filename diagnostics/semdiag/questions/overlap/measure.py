@@ -96,7 +96,6 @@ class _Kept:
 
 
 def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
-    """Yield rows of one batch, whose first sample has the number ``before``."""
     shapes: dict[tuple[int, ...], list[int]] = {}
     for layer, (chosen, _) in kept.calls.items():
         shapes.setdefault((chosen.shape[0], *chosen.shape[2:]), []).append(layer)

@@ -75,7 +75,6 @@ def _ask(
 
 
 def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn:
-    """Measure what a model selects."""
     from semdiag.capturing.loading import load
     from semdiag.mathematics.rounding import number_format
     from semdiag.measuring.measure import DTYPES
@@ -103,7 +102,6 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
 
 
 def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Asked) -> NoReturn:
-    """Check one selection."""
     from semdiag.questions.selections.answer import check_answer, check_summary
     from semdiag.questions.selections.check import check_selection, read_selection
     from semdiag_models import InputError
@@ -123,7 +121,6 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Aske
 
 
 def _compare(first: Path, second: Path, format: str, layout: str, shared: Asked) -> NoReturn:
-    """Compare two selections."""
     from semdiag.questions.selections.answer import comparison_answer, comparison_summary
     from semdiag.questions.selections.check import read_selection
     from semdiag.questions.selections.compare import compare_selections
@@ -139,7 +136,6 @@ def _compare(first: Path, second: Path, format: str, layout: str, shared: Asked)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:
-    """Return versions, the command and its options."""
     import sys
     from importlib.metadata import version
 

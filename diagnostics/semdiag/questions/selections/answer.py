@@ -64,7 +64,6 @@ def ignored_sentences(answer: Summary) -> list[str]:
 
 
 def _verdict(answer: Summary) -> str:
-    """Return a sentence on what the differences are."""
     classes, rows = answer["classes"], answer["rows"]
     if not answer["changed"]:
         return f"The keys of {'all ' * (rows > 1)}{counted(rows, 'row')} are the same."
@@ -116,7 +115,6 @@ _IN_ORDER = ("exact", "legal_tie", "within_rounding", "within_error")
 
 
 def _named(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -136,7 +134,6 @@ _MEANING = {
 
 
 def _place(row: Sequence[int]) -> str:
-    """Return the indices of a row, one for each dimension."""
     return ",".join(map(str, row))
 
 
@@ -224,7 +221,6 @@ def own_answer(summary: Summary) -> Answer:
 
 
 def _worst(result: Summary) -> str:
-    """Return a sentence on the worst row."""
     worst = result["worst"]
     begin = f"Worst: row {_place(worst['row'])}, {worst['class']}"
     if worst["worst_chosen"] is None or worst["kth"] is None:
@@ -253,7 +249,6 @@ def own_summary(measured: OwnSelections, model: str, format: str, provenance: di
 
 
 def _row(entry: OwnSelection) -> dict[str, Any]:
-    """Return one selection in plain numbers."""
     parts = entry.parts
     first, margin = parts[0], torch.cat([part.margin for part in parts])
     deciding = margin < torch.inf

@@ -76,7 +76,6 @@ def compare_selections(
 
 
 def _check_alike(a: LaidOut, b: LaidOut) -> None:
-    """Refuse selections that are not of the same rows."""
     where = f"{a.file.path} and {b.file.path}"
     pairs = (
         ("k", a.indices.shape[-1], b.indices.shape[-1], ""),
@@ -121,7 +120,6 @@ def _weight_of(a: LaidOut, b: LaidOut) -> str:
 
 
 def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
-    """Return the table of :class:`ComparedSelections`."""
     overlap = overlaps(a.sets, b.sets)
     number, each = len(overlap), a.layers * a.heads
     layer, head = np.divmod(np.arange(number) % each, a.heads)
@@ -141,7 +139,6 @@ def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
 
 
 def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> np.ndarray:
-    """Return the class of each row that differs."""
     at = differs.nonzero().squeeze(1)
     known = [each.scores[at] for each in (a, b) if each.scores is not None]
     if not known or not len(at):
@@ -161,7 +158,6 @@ def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -
 
 
 def _by_own_scores(a: LaidOut, b: LaidOut, bug: Tensor, kind: NumberFormat) -> int | None:
-    """Return in how many rows of class bug each engine chose the top-k of its own scores."""
     if a.scores is None or b.scores is None:
         return None
     if not bool(bug.any()):
@@ -260,7 +256,6 @@ def _from_the_first(choices: Choices) -> tuple[Tensor, Tensor]:
 
 
 def _widened(rows: Tensor, width: int, filler: float) -> Tensor:
-    """Return rows with a filler behind them."""
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=filler)
 
 
@@ -309,8 +304,6 @@ def own_selections(
 
 
 class _Collector:
-    """Collects a model's selections."""
-
     def __init__(self, path: str, kind: NumberFormat, model: nn.Module, saving: Saving | None) -> None:
         self.tokens = Tokens(0, frozenset(), {})
         self.others: Counter[tuple[str, tuple[int, ...]]] = Counter()
