@@ -119,13 +119,6 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
             numbers.again()
             return batching.call(module, batch)
 
-        def masked(batch: Batch, keep: Keep) -> tuple[Any, dict[str, float], set[int]]:
-            with sparsify(module, keep) as mask:
-                output = run(batch)
-            kept, keys = mask.totals
-            samples = batching.samples_of(batch)
-            return output, {"kept": kept / samples, "keys": keys / samples}, mask.padded
-
         def add(at: Place, name: str, k: int, after: Answers, counts: dict[str, float]) -> None:
             passes.rows[at] = list(_rows(name, k, first, before, after, counts, order.chunk))
 
@@ -149,13 +142,15 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
                     if name in passes.refused:
                         continue
                     try:
-                        output, counts, lengths = masked(batch, keep)
+                        with sparsify(module, keep) as restricted:
+                            output = run(batch)
                     except InputError as error:
                         if name not in order.optional:
                             raise
                         passes.refused[name] = (number, mask), str(error)
                         continue
-                    passes.padded = passes.padded or (plain and before.counted.shape[1] in lengths)
+                    counts = dict(zip(("kept", "keys"), (n / size for n in restricted.totals), strict=True))
+                    passes.padded |= plain and before.counted.shape[1] in restricted.padded
                     after = reader.read(output, batch, own)
                     after_batch(size)
                     add((number, mask), name, k, after, counts)
