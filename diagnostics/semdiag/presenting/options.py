@@ -14,12 +14,6 @@ TASKS = ("parity", "even-pairs", "missing-duplicate", "stack-manipulation", "cyc
          "modular-arithmetic", "solve-equation", "listops", "text")  # fmt: skip
 ATTENTIONS = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
 LISTS = ("tasks", "attentions", "metrics")
-STATISTICS = ("mean", "p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100")
-# Starts of rules of semdiag check.
-RULES = (
-    *(f"{metric}.{statistic}" for metric in ("dispersion", "separation", "load") for statistic in STATISTICS),
-    "accuracy", "residual",
-)  # fmt: skip
 SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
 _MOST = 200  # number of runs offered
 

@@ -23,7 +23,6 @@ from semdiag.presenting.options import SUPPOSED_K
 from semdiag.questions.mask_stability import NoisePlan
 from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, small_parts, token_size
-from semdiag_models import InputError
 
 MASKS = Table(
     "masks",
@@ -148,7 +147,6 @@ def mask_stability(
     plan = plan_of(NoisePlan, plan)
     loaded = unnamed(model)
     copies = 1 + len(plan.levels) * plan.draws
-    _check(loaded, plan)
     kind = "full" if loaded.external else loaded.encoder.config.attention
     probe, reach = _Probe(plan, selection_of(kind), min_keys), Reach()
 
@@ -166,8 +164,7 @@ def mask_stability(
                     run(noisy)
                 run.alike()
             else:
-                block = run.module.get_submodule(f"blocks.{plan.block}")
-                with noisy_copies(block, probe.samples, probe.add_noise):
+                with noisy_copies(run.module.get_submodule("blocks.0"), probe.samples, probe.add_noise):
                     probe.compare(run(noisy))
             after_batch(probe.samples)
     probe.sums.leave_out(reach.left_out(PROBE.name, note))
@@ -197,7 +194,7 @@ class _Probe:
             seeds = torch.randint(2**62, (self.plan.draws,), generator=self.seeds)
             self.generators.append([torch.Generator().manual_seed(int(seed)) for seed in seeds])
         copies = copies.view(self.plan.draws, -1, self.samples, *copies.shape[1:])
-        size = 1.0 if self.plan.absolute else token_size(copies[0, 0])
+        size = token_size(copies[0, 0])
         for draw, generator in enumerate(self.generators[place]):
             drawn = noise_of_samples(copies.shape[2:], generator, copies.dtype).to(copies.device) * size
             for at, level in enumerate(self.plan.levels):
@@ -233,21 +230,12 @@ def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, p
     return {"masks": masks, "noise_effects": effects}
 
 
-def _check(model: LoadedModel, plan: NoisePlan, prepared: Any = None) -> None:
-    if model.external and plan.block:
-        raise InputError(f"Noise can enter {model.path} behind its embedding only. Got block {plan.block}.")
-    if not model.external and plan.block >= model.encoder.config.blocks:
-        last = model.encoder.config.blocks - 1
-        raise InputError(f"Noise can enter at blocks 0 to {last} of {model.path}. Got {plan.block}.")
-
-
 PROBE = Probe(
     "mask stability",
     NoisePlan,
     (MASKS, NOISE_EFFECTS),
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
-    check=_check,
     provenance=lambda plan, samples, few: {"mask_noise": asdict(plan), "probe_samples": few},
     reported=lambda options: NoisePlan(
         options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed

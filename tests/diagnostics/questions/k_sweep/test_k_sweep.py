@@ -71,27 +71,21 @@ def naive(encoder, tokens):
 def row_quantities(z, loads):
     order = sorted(z, key=lambda j: -z[j])
     total, whole = sum(math.exp(v) for v in z.values()), z[order[0]] - z[order[-1]]
-    full = fixed_mask_stability(whole, len(z)).log_value.item()
     yield 0, "dispersion", whole
-    yield 0, "ln_sound", full
-    p = [math.exp(v) / total for v in z.values()]
-    even = math.log(len(z)) if len(z) > 1 else math.nan
-    yield 0, "evenness", -sum(x * math.log(x) for x in p) / even
+    yield 0, "ln_sound", fixed_mask_stability(whole, len(z)).log_value.item()
     for k in range(1, LARGEST + 1):
         kept = order[:k]
         for j in kept:
             loads[k, j] += 1
         delta = z[kept[0]] - z[kept[-1]]
         gap = z[kept[-1]] - z[order[k]] if k < len(order) else math.inf
-        sound = heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
         yield k, "dispersion", delta
         drops = k < len(order)  # elsewhere there is nothing to keep a share of
         yield k, "ratio", delta / whole if whole and drops else math.nan
         yield k, "separation", gap
         yield k, "weight_kept", sum(math.exp(z[j]) for j in kept) / total if drops else math.nan
-        yield k, "ln_sound", sound
+        yield k, "ln_sound", heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
         yield k, "ln_paper", paper_heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
-        yield k, "sound_better", float(sound < full)
 
 
 def row_changes(z, values, out, stream):
