@@ -140,7 +140,7 @@ def with_sweep(measurements):
                     (k, "ratio", k / 6),
                     (k, "separation", 1 / k),
                 ]
-                found += [(k, "load", 2 * k), (k, "ln_sound", 0.5), (k, "ln_paper", 1.0), (k, "sound_better", 0.0)]
+                found += [(k, "load", 2 * k), (k, "ln_sound", 0.5), (k, "ln_paper", 1.0)]
                 found += [(k, "accuracy", 0.1 * k), (k, "share", k / 12)]
             for k, quantity, value in found:
                 place = {"model": row["model"], "layer": layer, "head": layer, "k": k, "quantity": quantity}

@@ -245,7 +245,7 @@ LATER: dict[str, dict[str, Any]] = {
     "rerun": {"kept": math.nan, "keys": math.nan},
     "calls": {"residual_over_rounding": math.nan, "rounding": math.nan},
 }
-GONE = ("along", "predictors", "lengths", "end_points")  # tables of older folders that nothing reads any more
+GONE = ("along", "predictors", "lengths", "end_points", "rerun_quarters")  # older folders' tables, unread
 # Those of them that enter calculations.
 SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
 RESIDUALS = "residual", "residual_over_rounding", "rounding"

@@ -55,8 +55,7 @@ def k_sweep(
         weight_kept (attention weight of the k largest scores; all of queries with more than k keys, the others are
         counted as undefined), weight_kept_without_first (without the first key on both sides), head_change and, of
         our encoders, stream_change (docs/theory.md#truncation; at some k), load, ln_sound and ln_paper (ξ of the
-        mask), sound_better (share of queries whose sound ξ is below that of full attention), evenness (entropy of
-        the weights in that of uniform ones); after a rerun accuracy and same_prediction (percentiles of samples).
+        mask).
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.

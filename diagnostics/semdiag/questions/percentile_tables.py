@@ -79,7 +79,6 @@ def _median(row: dict[str, Any], quantity: str) -> float:
 
 
 def _by_median(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
-    """Return the heads with known median, the smallest first."""
     known = [row for row in heads if row.get(quantity, row)["p50"] is not None]
     return sorted(known, key=lambda row: _median(row, quantity))
 

@@ -75,13 +75,6 @@ def test_masks_that_drop_nothing_are_not_compared_and_it_is_said(run_semdiag, he
         assert run_semdiag(*words).code == 0
 
 
-def test_noise_at_a_block_leaves_those_below_clean(run_semdiag, here, tiny_runs):
-    outcome = run_semdiag("mask-stability", tiny_runs.topk, *FEW, "--at-block", 1, "--json", "--noise", 0.5)
-    (level,) = json.loads(outcome.out)["results"][0]["levels"]
-    assert {row["exact"] for row in level["layers"] if row["layer"] == 0} == {1.0}
-    assert all(row["exact"] < 1 for row in level["layers"] if row["layer"] == 1)
-
-
 @pytest.mark.slow
 def test_masks_in_number_formats_beside_noise_or_alone(run_semdiag, here, tiny_runs):
     words = ("mask-stability", tiny_runs.full, tiny_runs.topk, *FEW, "--precision", "bf16,fp8-e4m3", "--k", 3)
@@ -196,7 +189,6 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         (("mask-stability", "--precision", "bf16,int4"), "Unknown number format 'int4'"),
         (("mask-stability", "--precision", "float64"), "against float64. Got float64."),
         (("mask-stability", "--precision", ","), "against float64. Got none."),
-        (("mask-stability", "--at-block", 7), "Noise can enter at blocks 0 to 1"),
         (("k-sweep", "--max-k", 12), "must be below the number of keys, at most 12"),
         (("k-sweep", "--max-k", 0), "at least 1"),
         (("k-sweep", "--rerun", "--k", "0"), "k must be at least 1"),

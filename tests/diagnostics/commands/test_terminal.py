@@ -32,7 +32,6 @@ from semdiag.measuring.words import (
 from semdiag.presenting import options
 from semdiag.presenting.progress import Stages
 from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
-from semdiag.reporting import gate as rules
 from semdiag_models import ATTENTIONS, TASKS
 
 HEADS = ["layer", "head", *(f"quantity {n} p50" for n in range(9)), "share"]
@@ -265,19 +264,6 @@ def test_completion_offers_the_names_of_the_registries():
     assert options.names(options.TASKS)("") == [*TASKS, "text"]
     assert tuple(ATTENTIONS) == options.ATTENTIONS
     assert options.names(options.ATTENTIONS)("b") == ["banded", "block", "bottomk"]
-
-
-def test_completion_offers_what_a_rule_begins_with():
-    assert options.STATISTICS == rules.STATISTICS
-    known = {f"{metric}.{statistic}" for metric in rules.METRICS for statistic in rules.STATISTICS}
-    assert set(options.RULES) == known | set(rules.FACTS)
-    assert options.names(options.RULES)("separation.p1") == [
-        "separation.p1",
-        "separation.p10",
-        "separation.p100",
-    ]
-    for begun in options.RULES:
-        assert rules.parse_rule(f"{begun} < 1").metric == begun.split(".")[0]
 
 
 def test_completion_offers_runs_and_paths(here):

@@ -41,7 +41,7 @@ OF_EXTERNAL_MODELS = {"projections"}  # which our encoders do not need: of them 
 ON_REQUEST = {
     "sweep_estimates",
     "rerun",
-    "rerun_quarters",
+    "rerun_lengths",
     "budgets",
 }  # with rows only of drawn queries, and of models run again
 SAMPLES = 5

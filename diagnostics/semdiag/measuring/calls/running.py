@@ -105,7 +105,7 @@ class Run:
                 raise
         numbers = RandomNumbers(self.device)
         try:
-            batching.call(self.module, batch)
+            output = batching.call(self.module, batch)
         except InputError:
             raise
         except Exception as error:  # models raise anything
@@ -132,7 +132,7 @@ class Run:
             self.drew = True
             remark = f"{DRAWS}: another run on the same inputs has other scores"
             self.audit.remarks[Remark("", remark, "random-forward")] += 1
-        return None
+        return output
 
     def alike(self) -> None:
         """Refuse a model that draws random numbers, so that copies of an input in one batch differ."""

@@ -155,9 +155,7 @@ class Drawing:
 
     def __init__(self, draw: Callable[[Findings], Figure], alt: str, reading: str) -> None:
         self._draw = paper_style(draw)
-        self.alt = (
-            alt  # what it shows, for readers who cannot see it; ``{shown}`` becomes its legend and panel titles
-        )
+        self.alt = alt  # for readers who cannot see it; ``{shown}`` becomes its legend and panel titles
         self.reading = reading  # two sentences: what to look at, and what it means
         update_wrapper(self, draw)
         self.name = self.__name__
@@ -376,7 +374,6 @@ def _for_screens(svg: str) -> str:
 
 
 def _show_all(figure: Figure) -> None:
-    """Escape control characters in a figure's texts, which would make an SVG invalid."""
     for text in figure.findobj(Text):
         if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
             text.set_text(shown)

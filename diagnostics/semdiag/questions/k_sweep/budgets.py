@@ -201,14 +201,10 @@ def greedy(
 ) -> dict[Place, list[int]] | None:
     """Return a budget with a small total whose cost is within a tolerance."""
     ladder = [needed.smallest(level) for level in LEVELS]
-    runs, start = 0, None
-    for step, budget in enumerate(ladder):
-        runs += 1
-        if cost(budget) <= tolerance:
-            start = step
-            break
+    start = next((step for step, budget in enumerate(ladder) if cost(budget) <= tolerance), None)
     if start is None:
         return None
+    runs = start + 1
     at = {(place, head): start for place, numbers in ladder[0].items() for head in range(len(numbers))}
 
     def budget_of(steps: Mapping[tuple[Place, int], int]) -> dict[Place, list[int]]:

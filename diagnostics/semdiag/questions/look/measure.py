@@ -122,7 +122,6 @@ def _of_batch(model: LoadedModel, batch: Batch, source: str) -> Sample:
 
 
 def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -> Sample:
-    """Return a text as the model's input."""
     tokenise = tokeniser_of(Path(source), model, options)
     batch: dict[str, Tensor] = tokenise([text])
     ids, decoder = _ids(batch, False), _ids(batch, True)
@@ -161,7 +160,6 @@ def _words(model: LoadedModel, ids: list[int] | None) -> list[str] | None:
 
 
 def _first_tokens(batch: Any, most: int) -> Any:
-    """Return a batch of token ids with only the first tokens of each tensor."""
     if isinstance(batch, Tensor):
         return batch[:, :most] if batch.ndim == 2 else batch
     if isinstance(batch, Mapping):
@@ -309,7 +307,6 @@ def _run(
 
 
 def _heads(rows: CountedRows, scores: Tensor) -> list[Head]:
-    """Return the heads of a call of one sample."""
     call, counted = rows.call, rows.call.counted[..., None]
     allowed = (counted if call.allowed is None else counted & call.allowed).expand(scores.shape)
     selected = None if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])

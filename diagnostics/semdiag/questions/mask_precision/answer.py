@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from semdiag.capturing.attention_call import DENSE
+from semdiag.capturing.attention_call import DENSE, KINDS
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import sum_ratio_interval
-from semdiag.measuring.table import ALL
+from semdiag.measuring.table import ALL, rows_of
 from semdiag.measuring.words import (
     count,
     counted,
@@ -25,7 +25,6 @@ from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_fac
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, number_layers, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
-from semdiag.questions.mask_stability.mask_rows import SELECTIONS
 
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
@@ -130,9 +129,8 @@ def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
 def mask_words(findings: Findings, model: str) -> str:
     """Return which mask of a model was judged, or why none was."""
     measurements = findings.measurements
-    row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    kind = str(row["attention"])
-    if (selection := SELECTIONS.get(kind)) is None:
+    kind = str(rows_of(measurements.models, model)["attention"].iloc[0])
+    if kind not in KINDS or KINDS[kind].keeps in ("fixed", "redrawn"):
         return f"not applicable: the mask of {kind} attention does not depend on the input"
     kept_keys = pd.concat(
         [t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)]
@@ -142,8 +140,7 @@ def mask_words(findings: Findings, model: str) -> str:
     low, high = kept_keys.min(), kept_keys.max()
     if kind in DENSE:
         return f"the model selects no keys: this is the mask that top-{low} would choose from its scores"
-    own = f"the model's own mask, {f'{low} to {high} keys' if low < high else f'k = {low}'}"
-    return own if selection.ranked else f"{own}; no certificate is known for {kind} attention"
+    return f"the model's own mask, {f'{low} to {high} keys' if low < high else f'k = {low}'}"
 
 
 def refusals(findings: Findings, model: str) -> list[str]:

@@ -144,7 +144,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _last(scores: Tensor, dim: int) -> bool:
-    """Return whether a dimension is the last one."""
     return scores.ndim > 0 and dim % scores.ndim == scores.ndim - 1
 
 

@@ -109,7 +109,6 @@ def read_selection(path: Path, format: str = "", limits: bool = True) -> Selecti
 
 
 def _packed(path: Path, indices: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first key and the number of keys of each row of packed sequences."""
     rows = next((held for name, held in bounds.items() if name != "cu_seqlens_k"), None)
     keys = bounds.get("cu_seqlens_k", rows)
     rows = keys if rows is None else rows
@@ -375,7 +374,6 @@ def check_selection(
 def _recomputed(
     scores: Any, error: Any, q: Any, k: Any, scale: float, kind: NumberFormat
 ) -> tuple[Tensor, Tensor]:
-    """Return scores of queries and keys in float64, and their error in a format."""
     if scores is not None or error is not None or q is None or k is None:
         raise InputError("Give scores (with their error, if they were recomputed), or else both q and k.")
     queries, keys = as_tensor(q, "q").double(), as_tensor(k, "k").double()
@@ -397,7 +395,6 @@ def _recomputed(
 
 
 def _errors(error: Any, scores: Tensor | None) -> Tensor:
-    """Return the error of each score (rows, n)."""
     given = as_tensor(error, "error").double()
     if scores is None:
         raise InputError("error says how far scores may be off, and there are no scores.")
@@ -414,7 +411,6 @@ def _errors(error: Any, scores: Tensor | None) -> Tensor:
 def _keys(
     given: int | None, scores: Tensor | None, lengths: Tensor | None, starts: Tensor | None, queries: int
 ) -> int | None:
-    """Return the number of keys of a row; None if unknown."""
     if given is not None:
         whole_number(given, "keys", 1)
         if given > _MOST:
@@ -442,7 +438,6 @@ def _table(
     kth: Tensor,
     left: Tensor,
 ) -> pd.DataFrame:
-    """Return the table of :func:`check_selection`."""
     places = np.unravel_index(allowed.counts.nonzero().squeeze(1).numpy(), shape)
     gap = torch.where(kth == worst, 0.0, kth - worst).clamp(min=0)
     separation = torch.where(worst == left, 0.0, worst - left)
@@ -534,7 +529,6 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
 
 
 def _names(layout: str, count: int) -> list[str]:
-    """Return the names of the dimensions before k."""
     given = layout or _USUAL.get(count, "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     wrong = [name for name in names if name not in _AXIS_NAMES]

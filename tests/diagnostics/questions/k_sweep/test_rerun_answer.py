@@ -20,10 +20,10 @@ KEYS, SAMPLES = 16, 300
 HARMLESS, HARMFUL = 0.001, 0.5
 
 
-def made(made_up, top=None, random=None, *, mass=None, evenness=0.5, before=0.3, samples=SAMPLES, **facts):
+def made(made_up, top=None, random=None, *, mass=None, before=0.3, samples=SAMPLES, **facts):
     """Findings on one model with the change of loss by k, the same for all samples but for a small wave."""
     mass = mass or {k: min(1.0, 0.5 + k / KEYS) for k in (1, 2, 4, 8, 12)}
-    rows = [(0, "dispersion", 4.0, 0), (0, "evenness", evenness, 0)]
+    rows = [(0, "dispersion", 4.0, 0)]
     for k, kept in mass.items():
         values = (("weight_kept", kept), ("dispersion", 1.0), ("separation", 0.5), ("load", k))
         values += (("ratio", 0.5), ("ln_sound", 1.0), ("ln_paper", 2.0))
@@ -281,11 +281,6 @@ def test_there_are_three_reasons_for_no_answer(made_up, options, words):
     findings = made(made_up, of(4), **options)
     assert sparse_verdict(findings, "m").answer == "inconclusive"
     assert first_line(findings).startswith(words)
-
-
-def test_a_loss_that_hangs_on_the_largest_scores_is_an_answer_however_even_the_weights(made_up):
-    """Trained on even pairs, 4 of 40 keys keep 32% of the weight and the loss; 4 random ones do not."""
-    assert sparse_verdict(made(made_up, of(4), evenness=0.97), "m").answer == "plausible"
 
 
 def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
