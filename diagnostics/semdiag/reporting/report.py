@@ -71,9 +71,6 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
             "smaller": answers.get(model["model"]),
         }
         layers = measurements.calls[measurements.calls["model"] == model["model"]].drop(columns="model")
-        norms = measurements.projections[measurements.projections["model"] == model["model"]].groupby("layer")
-        largest = norms[["gamma", "upsilon"]].max().join(norms["reason"].first()).reset_index()
-        layers = layers.merge(largest, on="layer", how="left")
         row["capture"] = {**parts["dispersion"][model["model"]]["capture"], "layers": layers.to_dict("records")}
         for name, results in parts.items():
             row[name] = {key: value for key, value in results[model["model"]].items() if key != "capture"}
@@ -193,7 +190,7 @@ _ON_SCREEN = ("png", "svg")
 LOOK = "look.html"  # the page of one text, beside the report
 
 
-_NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "projections")
+_NAMED_IN_THE_PAGE = ("dispersion", "separation", "load")
 
 
 def write_report(
@@ -309,8 +306,6 @@ def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.D
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if answers.keys() & {"dispersion", "separation"} and len(within := findings(within_table)):
         tables["within"] = all_by_name(within)
-    if len(findings.measurements.projections):
-        tables["projections"] = findings.measurements.projections
     for answer in answers.values():
         tables |= {**answer.tables, **(answer.tables_alone if len(answers) == 1 else {})}
     estimates = findings(estimate_table), findings.measurements.sweep_estimates, findings.measurements.sketches
