@@ -25,7 +25,6 @@ from semdiag.measuring.findings.findings import (
     Summary,
     attention_word,
     differences,
-    diverged,
     find_pairs,
     rivals,
 )
@@ -218,30 +217,7 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     return sorted(comparisons, key=lambda comparison: comparison.snapshot != "last")
 
 
-RATIO_PERCENTILES = (50, 95)
 RESAMPLES = 300  # of whole sequences: the ends of a 95% interval are then known to about a tenth of its width
-
-
-def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
-    """Return the ratios of dispersion between every sparse model and its full counterpart, by layer."""
-    pairs, _ = find_pairs(findings.measurements.models, attention=None)
-    queries = findings.measurements.queries
-    rows = {
-        (str(model), int(layer)): known_rows(findings, str(model), "dispersion", int(layer))
-        for model, of_model in queries.groupby("model", sort=True)["layer"]
-        for layer in sorted(of_model.unique())
-    }
-    ratios = []
-    for pair in pairs:
-        layers = [layer for model, layer in rows if model == pair.other and (pair.full, layer) in rows]
-        for percentile in RATIO_PERCENTILES:
-            for layer in layers:
-                interval = ratio_interval(
-                    rows[pair.other, layer], rows[pair.full, layer], percentile=percentile, resamples=resamples
-                )
-                numbers = (interval.estimate, interval.low, interval.high)
-                ratios.append((pair.other, pair.full, percentile, layer, *numbers))
-    return pd.DataFrame(ratios, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
 
 
 def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
@@ -254,32 +230,6 @@ def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
         for pair in pairs
         if medians.get(pair.full, 0) > 0 and medians.get(pair.other, math.nan) >= 0
     ]
-
-
-_BINS = 24
-FEWEST = 10  # queries in a bin, to give its percentiles
-
-
-def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
-    """Return percentiles of δ by the number of allowed keys, from two on, in bins of equal ratio."""
-    return {
-        str(model): pd.DataFrame() if diverged(findings, str(model)) else _binned(rows)
-        for model, rows in findings.measurements.queries.groupby("model", sort=False)
-    }
-
-
-def _binned(rows: pd.DataFrame) -> pd.DataFrame:
-    finite = rows[np.isfinite(rows["dispersion"]) & (rows["keys"] > 1)]
-    if finite.empty:
-        return pd.DataFrame()
-    keys = finite["keys"].to_numpy(float)
-    edges = np.unique(np.round(np.geomspace(2, keys.max() + 1, _BINS + 1)))
-    bins = np.digitize(keys, edges)
-    groups = finite.assign(bin=bins).groupby("bin")
-    table = groups["dispersion"].quantile([0.05, 0.25, 0.5, 0.75, 0.95]).unstack()
-    table["keys"], table["queries"] = groups["keys"].mean(), groups.size()
-    shown: pd.DataFrame = table[table["queries"] >= FEWEST]
-    return shown
 
 
 def dispersion_glance(findings: Findings) -> Glance:
@@ -432,13 +382,13 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
 def answer(findings: Findings) -> Answer:
     """Return how far apart the scores of a query are, and whether top-k attention has the smaller range."""
     results, recall = findings(dispersion_results), findings(recall_table)
-    tables = {"dispersion": percentile_csv(findings, "dispersion")}
-    if not external(findings.measurements.models).all():
-        tables["dispersion_ratio"] = findings(layer_ratios)
     return Answer(
         dispersion_glance(findings),
         dispersion_in_short(findings),
-        tables=tables | ({"recall": recall} if len(recall) else {}),
+        tables={
+            "dispersion": percentile_csv(findings, "dispersion"),
+            **({"recall": recall} if len(recall) else {}),
+        },
         results=results,
         shown=percentile_tables(findings, "dispersion", results),
     )
