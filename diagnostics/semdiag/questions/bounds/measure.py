@@ -171,7 +171,7 @@ def measure_constants(
         tokens = tokens[valid.any(-1)]
     broken = not_finite(runner)
     if broken:
-        return _unknown(model, runner, broken)
+        raise NotAvailableError(f"its tensor {broken[0]} holds a NaN or an infinity")
     traces = trace_inputs(runner, tokens)
     classes = None if labels is None else labels[: len(tokens)].to(device, torch.int64)
     forms = network_forms(runner, traces)
@@ -242,8 +242,7 @@ def _network_rows(forms: NetworkForms, local: LocalBounds | None) -> Iterator[Ro
     if local is not None:
         not_needed = "a bound is known"  # by the local form: its masks are those at the point
         assumptions = [a for a in forms.sound.assumptions if not a.statement.startswith(not_needed)]
-        for name, value in (("network", local.network), ("network_any_residual", local.any_residual)):
-            yield from _constant_rows(-1, name, "local", torch.tensor([[value]]), assumptions)
+        yield from _constant_rows(-1, "network", "local", torch.tensor([[local.network]]), assumptions)
 
 
 def _parameter_rows(
@@ -265,23 +264,6 @@ def _parameter_rows(
             "ln_point": point.get(tensor.name, math.nan), "ln_gradient": slope.log_gradient,
             "ln_secant": slope.log_secant, "infinite": forms.infinite[tensor.bound], "holds": forms.sound.holds,
         }  # fmt: skip
-
-
-def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the tables of a model with parameters that are not finite: all unknown, with the reason."""
-    finite = Assumption(f"parameters are finite ({broken[0]} is not)", {"tensors": len(broken)}, holds=False)
-    nan = torch.tensor([math.nan])
-    rows = [
-        row for form in ("sound", "paper", "local") for row in _constant_rows(-1, "network", form, nan, (finite,))
-    ]
-    nothing = dict.fromkeys((name for name in PARAMETERS.columns if name.startswith("ln_")), math.nan)
-    parameters = [
-        {"tensor": t.name, "layer": t.layer, "group": t.group, **nothing, "infinite": 0, "holds": False}
-        for t in named_tensors(encoder)
-    ]
-    return CONSTANTS.of_rows({"model": model, **row} for row in rows), PARAMETERS.of_rows(
-        {"model": model, **row} for row in parameters
-    )
 
 
 def _measure(subject: Subject, plan: BoundsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
