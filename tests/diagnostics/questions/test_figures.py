@@ -26,7 +26,7 @@ THEORY = (
     "corollary_conditions",
 )
 MASK_PROBES = ("masks_unchanged",)
-PROBES = "lipschitz_percentiles", "landscape_contour"
+PROBES = ("landscape_contour",)
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
