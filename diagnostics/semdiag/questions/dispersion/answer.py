@@ -1,7 +1,6 @@
 """Dispersion δ by layer and head, paired with full attention, and the initialisation it came from."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -147,20 +146,6 @@ def dispersion_results(findings: Findings) -> dict[str, Summary]:
     return by_layer(findings, describe)
 
 
-def recall_table(findings: Findings) -> pd.DataFrame:
-    """Return the recall of the largest scores in models that select by hashes or clusters."""
-    models = {row["model"]: row for row in findings.measurements.models.to_dict("records")}
-    keys = findings.measurements.queries.groupby("model")["keys"].max()
-    rows = []
-    for model, result in findings(dispersion_results).items():
-        for row in (*result["layers"], {"layer": "all", "head": "all", **result["all"]}):
-            if "recall" in row:
-                at_random = min(1.0, models[model]["k"] / keys[model])
-                numbers = {name: row[name] for name in ("layer", "head", "recall", "without_keys", "queries")}
-                rows.append({"model": model, **numbers, "at_random": at_random})
-    return pd.DataFrame(rows)
-
-
 @dataclass(frozen=True)
 class PairComparison:
     """A top-k model beside its full counterpart."""
@@ -257,7 +242,8 @@ def dispersion_glance(findings: Findings) -> Glance:
         number = count_of(passed, len(judged), "pair")
         words = f"in which the {top_words(findings)} model has the smaller dispersion δ at the 50th, 75th, 90th "
         words += "and 95th percentile"
-        notes = _ratios("ratio of the medians", judged)
+        ratios = [pair.ratio.estimate for pair in judged if np.isfinite(pair.ratio.estimate)]
+        notes = [f"ratio of the medians {span_words(ratios, ratio_words)}"] if ratios else []
         notes += [f"before training {before}"] if trained and (before := ratio_before(findings)) else []
         words += f" ({'; '.join(notes)})" if notes else ""
         words += "" if trained else "; they are not trained yet"
@@ -301,12 +287,6 @@ def ratio_before(findings: Findings) -> str:
     """Return the range of the ratios before training in words; empty if none is known."""
     ratios = before_training(findings)
     return span_words(ratios, ratio_words) if ratios else ""
-
-
-def _ratios(name: str, pairs: Sequence[PairComparison]) -> list[str]:
-    """Return the range of the finite ratios of medians; empty if there are none."""
-    ratios = [pair.ratio.estimate for pair in pairs if np.isfinite(pair.ratio.estimate)]
-    return [f"{name} {span_words(ratios, ratio_words)}"] if ratios else []
 
 
 _NO_PAIR = (
@@ -355,18 +335,19 @@ def _headline(findings: Findings) -> list[str]:
 
 def _recall_sentences(findings: Findings) -> list[str]:
     """Return sentences on how many of the largest scores hashes and clusters find."""
-    table, models = findings(recall_table), findings.measurements.models.set_index("model")
-    sentences = []
-    for model, rows in table.groupby("model", sort=False) if len(table) else ():
-        pooled, heads = rows[rows["layer"] == "all"].iloc[0], rows.loc[rows["layer"] != "all", "recall"]
-        row = models.loc[model]
-        k = int(str(row["k"]))
-        sentences.append(
-            f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
-            f"{pooled['recall']:.0%} of its {row['k']} largest scores ({heads.min():.0%} to {heads.max():.0%} "
-            f"by head; {counted(k, 'key')} at random would hold {pooled['at_random']:.0%}), and "
-            f"{pooled['without_keys']:.1%} of {counted(int(pooled['queries']), 'query')} keep no key."
-        )
+    measurements, sentences = findings.measurements, []
+    keys = measurements.queries.groupby("model")["keys"].max()
+    for row in measurements.models.to_dict("records"):
+        result = findings(dispersion_results)[row["model"]]
+        heads, pooled = [head["recall"] for head in result["layers"] if "recall" in head], result["all"]
+        if heads:
+            sentences.append(
+                f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
+                f"{pooled['recall']:.0%} of its {row['k']} largest scores ({min(heads):.0%} to {max(heads):.0%} "
+                f"by head; {counted(row['k'], 'key')} at random would hold "
+                f"{min(1.0, row['k'] / keys[row['model']]):.0%}), and {pooled['without_keys']:.1%} of "
+                f"{counted(pooled['queries'], 'query')} keep no key."
+            )
     return sentences
 
 
@@ -390,14 +371,11 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
 
 def answer(findings: Findings) -> Answer:
     """Return how far apart the scores of a query are, and whether top-k attention has the smaller range."""
-    results, recall = findings(dispersion_results), findings(recall_table)
+    results = findings(dispersion_results)
     return Answer(
         dispersion_glance(findings),
         dispersion_in_short(findings),
-        tables={
-            "dispersion": percentile_csv(findings, "dispersion"),
-            **({"recall": recall} if len(recall) else {}),
-        },
+        tables={"dispersion": percentile_csv(findings, "dispersion")},
         results=results,
         shown=percentile_tables(findings, "dispersion", results),
     )

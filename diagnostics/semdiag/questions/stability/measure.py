@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -151,11 +150,19 @@ def measure_secants(
     check_levels(levels)
     loaded, device = unnamed(model), with_float64(device)
     parts: list[dict[str, Any]] = []
-    collected, reach = _Collector([], 0, min_keys, loaded.external), Reach()
+    reach, level, done, size = Reach(), 0.0, 0, 0
+    # One for each place where noise enters, so that the noise does not depend on the size of batches.
+    generators: dict[int, torch.Generator] = {}
 
     def add(call: AttentionCall) -> None:
-        collected.add(call)
-        reach.look(call, collected.samples)
+        columns = _compared(call, size, min_keys, spaced(call.q.shape[2]) if loaded.external else None)
+        parts.append({**columns, "sample": columns["sample"] + done, "level": level})
+        reach.look(call, size)
+
+    def add_noise(copies: Tensor, place: int = 0) -> None:
+        generator = generators.setdefault(place, torch.Generator().manual_seed(seed + place))
+        drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
+        copies += level * token_size(copies) * drawn
 
     few = list(first_samples(batches, samples))
     length, keys = longest_call(loaded, few, device, torch.float64)
@@ -167,36 +174,20 @@ def measure_secants(
     heads = _HEADS if loaded.external else loaded.encoder.config.heads
     at_once = max(1, _SCORES // (2 * heads * length * keys))
     with running(loaded, add, device, torch.float64) as run:
-        for level in levels:
-            # One for each place where noise enters, so that the noise does not depend on the size of batches.
-            generators: dict[int, torch.Generator] = {}
-            done = 0
-
-            def add_noise(
-                copies: Tensor,
-                place: int = 0,
-                level: float = level,
-                generators: dict[int, torch.Generator] = generators,
-            ) -> None:
-                generator = generators.setdefault(place, torch.Generator().manual_seed(seed + place))
-                drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
-                copies += level * token_size(copies) * drawn
-
-            for batch in few:
-                for part in small_parts(batch, at_once):
-                    collected.samples = size = samples_of(part)
-                    copies = moved(repeated(part, 2), run.device, run.dtype)
-                    if loaded.external:
-                        noisy = noisy_embeddings(run.module, copies, size, add_noise)
-                    else:
-                        noisy = noisy_copies(cast(Encoder, run.module).blocks[0], size, add_noise)
-                    with noisy:
-                        run(copies)
-                    run.alike()
-                    for columns in collected.parts:
-                        parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
-                    collected.parts.clear()
-                    done += size
+        for noise in levels:
+            level, done = noise, 0
+            generators.clear()
+            for part in (part for batch in few for part in small_parts(batch, at_once)):
+                size = samples_of(part)
+                copies = moved(repeated(part, 2), run.device, run.dtype)
+                if loaded.external:
+                    noisy = noisy_embeddings(run.module, copies, size, add_noise)
+                else:
+                    noisy = noisy_copies(cast(Encoder, run.module).blocks[0], size, add_noise)
+                with noisy:
+                    run(copies)
+                run.alike()
+                done += size
     secants = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
     return secants[~secants["layer"].isin(reach.left_out(PROBE.name, note))].reset_index(drop=True)
 
@@ -232,25 +223,16 @@ def token_size(tokens: Tensor) -> Tensor:
     return tokens.square().mean(-1, keepdim=True).sqrt()
 
 
-@dataclass
-class _Collector:
-    """Reduces each attention call over [clean; noisy] to columns of numbers."""
-
-    parts: list[dict[str, np.ndarray]]
-    samples: int  # clean ones of the running batch
-    min_keys: int
-    thin: bool  # whether only evenly spaced queries of long calls are compared
-
-    def add(self, call: AttentionCall) -> None:
-        check_rows(call, 2 * self.samples)
-        taken = spaced(call.q.shape[2]) if self.thin else None
-        clean, noisy = scored_rows(call if taken is None else call.part(queries=taken)).halves()
-        counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= self.min_keys)
-        sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
-        query = query if taken is None else taken.to(query)[query.long()]
-        columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
-        columns |= {name: values[counted] for name, values in row_changes(clean, noisy).items()}
-        self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
+def _compared(call: AttentionCall, samples: int, min_keys: int, taken: Tensor | None) -> dict[str, np.ndarray]:
+    """Reduce a call over [clean; noisy] to columns of numbers; None: of all queries."""
+    check_rows(call, 2 * samples)
+    clean, noisy = scored_rows(call if taken is None else call.part(queries=taken)).halves()
+    counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= min_keys)
+    sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
+    query = query if taken is None else taken.to(query)[query.long()]
+    columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
+    columns |= {name: values[counted] for name, values in row_changes(clean, noisy).items()}
+    return {name: column.cpu().numpy() for name, column in columns.items()}
 
 
 def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
