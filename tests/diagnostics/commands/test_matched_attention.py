@@ -32,6 +32,7 @@ def results(outcome):
     return json.loads(outcome.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["results"]
 
 
+@pytest.mark.slow
 def test_dispersion_shows_recall_where_largest_scores_are_looked_for(runs, run_semdiag, here):
     outcome = run_semdiag("dispersion", *runs, "--samples", 8, "--figures", "none", "--out", "page", "--json")
     found = results(outcome)
@@ -48,6 +49,7 @@ def test_dispersion_shows_recall_where_largest_scores_are_looked_for(runs, run_s
         assert f"that a query keeps hold {one['all']['recall']:.0%} of its 3 largest scores" in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["separation", "overlap", "k-sweep", "stability", "mask-stability", "bounds"])
 def test_commands_give_numbers_or_say_that_there_are_none(command, runs, run_semdiag, here):
     outcome = run_semdiag(command, *runs, "--samples", 5, "--figures", "none", "--json")
@@ -75,6 +77,7 @@ def test_a_report_of_all_together_with_full_and_top_k_is_written(runs, run_semdi
     assert page.count("draws new random keys in every forward pass; measured with those of seed 0") == 1
 
 
+@pytest.mark.slow
 def test_a_redrawn_model_is_measured_with_the_draws_of_a_seed(runs):
     first, again, other = (
         [
@@ -93,11 +96,13 @@ def test_check_passes_its_invariants(runs, run_semdiag, tiny_runs, here):
     assert "certified" in outcome.out
 
 
+@pytest.mark.slow
 def test_planes_of_the_loss(runs, run_semdiag, here):
     outcome = run_semdiag("landscape", *runs, "--samples", 4, "--grid", 3, "--figures", "none")
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.slow
 def test_slopes_of_the_loss(runs, run_semdiag, here):
     routing = next(run for run in runs if run.name == "routing")
     few = ("--planes", 2, "--directions", 2, "--draws", 5)

@@ -20,6 +20,7 @@ def test_the_median_of_known_draws_is_the_median(draws):
     assert found.low == found.high == pytest.approx(np.median(draws))
 
 
+@pytest.mark.slow
 @given(ranges, st.randoms(use_true_random=False))
 def test_the_median_of_any_draws_within_the_ranges_lies_within_its_range(pairs, random):
     lows, highs = [low for low, _ in pairs], [low + width for low, width in pairs]

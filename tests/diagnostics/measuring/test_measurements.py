@@ -53,6 +53,7 @@ def save_without_sums(measured, folder):
     (folder / "SHA256SUMS").unlink()
 
 
+@pytest.mark.slow
 def test_every_change_of_a_saved_file_is_refused(made_up, tmp_path):
     """Of every file one bit of every 7th byte, of the checksums' own, too; then all is as it was."""
     measured = made_up(("x.pt", [0.5, 0.25, 1, 2], {"task": None}))
@@ -232,6 +233,7 @@ def with_theory(tiny_runs):
     return survey([tiny_runs.full, tiny_runs.topk], conditions)
 
 
+@pytest.mark.slow
 def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path):
     with_theory.save(tmp_path)
     loaded = Measurements.load(tmp_path)

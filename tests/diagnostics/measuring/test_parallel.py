@@ -60,6 +60,7 @@ def assert_same(found, expected):
     assert json.dumps(found.provenance) == json.dumps(expected.provenance)  # the order, too: it is written so
 
 
+@pytest.mark.slow
 def test_models_measured_one_by_one_are_those_of_a_survey_in_whatever_order_they_end(tiny_runs):
     paths, workers, told = [tiny_runs.full, tiny_runs.topk], Here(), []
     found = survey(paths, CONDITIONS, elsewhere=apart(workers, told))
@@ -76,6 +77,7 @@ def test_two_processes_find_the_same_numbers(tiny_runs):
     assert sorted(told) == sorted(map(str, paths))
 
 
+@pytest.mark.slow
 def test_what_auto_means_is_decided_by_all_models_and_not_by_each(tiny_runs):
     workers = Here()
     survey([tiny_runs.full, tiny_runs.topk], replace(CONDITIONS, dtype="auto"), elsewhere=apart(workers, []))

@@ -216,6 +216,7 @@ def test_finished_steps_are_as_many_as_were_announced(probe, tiny_models):
     assert sum(done) == (found_out[-1] if found_out else probe.steps(FEW[probe.plan]))
 
 
+@pytest.mark.slow
 def test_the_progress_bar_of_a_survey_fills_and_external_models_have_no_steps(tiny_models, decoder):
     announced, done, found_out = [], [], []
     conditions = Conditions(samples=SAMPLES, plans=tuple(FEW.values()))

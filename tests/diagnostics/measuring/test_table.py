@@ -210,6 +210,7 @@ print(outcomes)
 """
 
 
+@pytest.mark.slow
 def test_no_damaged_footer_ends_the_process(tmp_path):
     """Pyarrow aborts on some of them where their columns' metadata are asked for."""
     table = pd.DataFrame({"model": ["a", "b"] * 20, "share": [0.5] * 40, "rows": range(40)})

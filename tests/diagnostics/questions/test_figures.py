@@ -79,6 +79,7 @@ def several(some, make_four, theory, probed, reruns, probes):
     return lambda name: made(next((figures for figures in kinds if name in figures), ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in registry.figures() if name not in ELSEWHERE])
 def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, several):
     before = dict(matplotlib.rcParams)
@@ -125,6 +126,7 @@ def not_finite(model, theory, probes):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in registry.figures() if name not in (*MASK_PROBES, *RERUNS, *ELSEWHERE)]
 )
@@ -172,6 +174,7 @@ def test_ecdf_marks_the_percentiles(four):
     assert widths[ATTENTION_STYLES["full"].color] > widths[ATTENTION_STYLES["banded"].color]
 
 
+@pytest.mark.slow
 def test_titles_say_what_these_data_show_and_other_data_other_things(four):
     """The shares of layers, and the ends of medians, follow the numbers: here those of top-k's layer 1."""
     topk = four.queries["model"].str.contains("topk") & (four.queries["layer"] == 1)
@@ -206,6 +209,7 @@ def test_a_model_alone_is_told_by_its_layers(model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dispersion_by_layer", "separation_by_layer", "heads_map"])
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 def test_titles_fit_their_figures(name, narrow, model):
@@ -307,6 +311,7 @@ def test_every_attention_has_a_look_of_its_own():
     assert to_hex(ATTENTION_STYLES["full"].color) == "#3d3d3d"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_the_same_measurements_give_the_same_bytes(suffix, four, tmp_path):
     for folder in ("a", "b"):
@@ -334,6 +339,7 @@ def test_an_unknown_format_is_refused(tmp_path):
         save_figure(Figure(), tmp_path / "x", ["gif"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["heads_map", "corollary_conditions"])
 def test_text_is_legible_on_a_telephone(name, four, theory):
     with stacked():
@@ -345,6 +351,7 @@ def test_text_is_legible_on_a_telephone(name, four, theory):
         assert "local blocks" in [text.get_text() for text in shown(figure)[0].texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["corollary_conditions", "training_curves", "heads_map"])
 def test_no_text_is_lost_on_a_dark_page(name, make_four, theory, tmp_path):
     """Text has a dark counterpart, unless it lies on a cell, whose colour stays: there it is black or white."""

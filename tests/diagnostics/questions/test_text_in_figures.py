@@ -104,6 +104,7 @@ def faults(figure, monkeypatch):
     return said
 
 
+@pytest.mark.slow
 def test_the_measure_sees_text_over_text_and_text_that_is_cut(monkeypatch):
     figure, (left, right) = panel_grid(2)
     assert faults(figure, monkeypatch) == []

@@ -245,6 +245,7 @@ def bound_name(tensor: str) -> str:
     return tensor.replace("b_q", "W_q")  # one constant speaks about [W_q b_q]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["full", "topk", "band"])
 @pytest.mark.parametrize("pre_norm", [True, False])
 @pytest.mark.parametrize(("activation", "blocks"), [("relu", 2), ("gelu", 3), ("mish", 2)])

@@ -138,6 +138,7 @@ def test_of_longer_batches_of_an_iterator_the_share_stays_and_the_number_is_told
     assert not said
 
 
+@pytest.mark.slow
 def test_every_k_below_the_number_of_keys_is_swept(translated):
     images = draw(3, 3, 16, 16)  # 48 keys
     assert k_sweep_tables(Patches(), images)["sweep"]["k"].max() == 47

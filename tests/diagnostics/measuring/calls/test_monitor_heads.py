@@ -460,6 +460,7 @@ def test_scores_that_are_no_numbers_alarm_as_infinite():
     assert monitor.heads["above"][monitor.heads["layer"] == 1].tolist() == [1, 1]  # as max_logit says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_the_command_tells_the_run_and_draws_it(tmp_path, suffix, capsys):
     path, model = tmp_path / f"run.{suffix}", encoder()
@@ -534,6 +535,7 @@ def test_cells_of_a_file_reach_the_terminal_as_text(tmp_path, capsys):
     assert not set("\x1b\x07\u202e") & set(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "column"),
     [

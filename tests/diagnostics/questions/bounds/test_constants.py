@@ -58,6 +58,7 @@ def test_every_slope_of_a_trained_model_is_below_its_bound(tiny_models, which):
     assert (parameters[["ln_gradient", "ln_secant"]].max(axis=1) <= parameters["ln_sound"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [10, 1000])
 def test_no_rounding_of_large_scores_is_taken_for_a_slope(factor):
     """Scores 100 times and a million times as large as trained; only b_k's constant is exactly 0."""
@@ -212,6 +213,7 @@ def test_reading_a_cls_token_divides_by_no_length(wild_encoder, padded_tokens):
     assert forms.sound.log_value >= last
 
 
+@pytest.mark.slow
 @pytest.mark.processor
 def test_norms_in_the_convention_of_the_papers_code(paper_code):
     model = load(paper_code.checkpoint, paper_code.config)
@@ -277,6 +279,7 @@ def test_parameters_that_are_not_finite_are_said(wild_encoder, padded_tokens):
         measure_constants(encoder, *padded_tokens)
 
 
+@pytest.mark.slow
 def test_samples_of_nothing_but_padding_are_left_out(wild_encoder, padded_tokens):
     encoder, (tokens, labels) = wild_encoder("topk"), padded_tokens
     more = torch.cat([torch.full((1, 12), 2), tokens]), torch.cat([labels[:1], labels])

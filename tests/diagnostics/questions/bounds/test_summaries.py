@@ -21,6 +21,7 @@ def measured(tiny_runs):
     return survey([tiny_runs.full, tiny_runs.topk], conditions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stability", "bounds"])
 def test_summaries_are_strict_json_of_their_schema(measured, name):
     summary = registry.QUESTIONS[name].json(Findings(measured))
@@ -31,6 +32,7 @@ def test_summaries_are_strict_json_of_their_schema(measured, name):
     assert [result["model"] for result in summary["results"]] == measured.models["model"].tolist()
 
 
+@pytest.mark.slow
 def test_a_constant_of_0_no_guarantee_and_the_unknown_stay_apart_in_json(measured):
     """−∞ for b_k, +∞ where a separation is not positive, NaN for what the paper says nothing about."""
     first = measured.constants["quantity"] == "network"

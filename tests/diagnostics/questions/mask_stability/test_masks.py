@@ -89,6 +89,7 @@ def row_pair(clean, noisy, row, head, i, k):
     return gap, len(s & s2), certified, dz[last] - dz[first], response
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1000, 1])
 @pytest.mark.parametrize("kind", ["full", "topk"])
 def test_the_tables_are_as_defined(kind, wild_encoder, padded_tokens, batch_size, monkeypatch):
