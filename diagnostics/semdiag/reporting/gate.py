@@ -13,7 +13,11 @@ from xml.etree import ElementTree
 import pandas as pd
 
 from semdiag.capturing.attention_call import DENSE, KINDS
-from semdiag.measuring.findings.estimates import known_rows, require_every_query
+from semdiag.measuring.findings.estimates import (
+    known_rows,
+    layer_percentiles,
+    pooled_percentiles,
+)
 from semdiag.measuring.findings.findings import (
     RUN_AND_SNAPSHOT,
     Completeness,
@@ -27,9 +31,9 @@ from semdiag.measuring.findings.findings import (
     schema,
 )
 from semdiag.measuring.probe import PERCENTILES, percentiles
-from semdiag.measuring.table import ALL, rows_of
+from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, number_from_json
-from semdiag.questions.dispersion.answer import GATED, GateResult, dispersion_gate, require_one_partner
+from semdiag.questions.dispersion.answer import GATED, GateResult, dispersion_gate, gate_results
 from semdiag_models import InputError
 from semdiag_models.reading import read_json, unknown_name
 
@@ -245,7 +249,7 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
     measurements = findings.measurements
     rows = []
     for row in measurements.models.to_dict("records"):
-        table = percentiles(known_rows(findings, row["model"], "dispersion")["dispersion"])
+        table = findings(pooled_percentiles, "dispersion")[row["model"]]
         numbers = {f"dispersion.{p}": float(table[p]) for p in TRACKED}
         if row["accuracy"] is not None and not math.isnan(row["accuracy"]):
             numbers["accuracy"] = float(row["accuracy"])
@@ -309,15 +313,10 @@ def _same(was: float, now: float, tolerance: float) -> bool:
 
 def layer_gate(findings: Findings, results: list[GateResult], every: bool = False) -> list[GateResult]:
     """Compare the median dispersion of paired models in each layer: in all it must hold, or in more than half."""
-
-    def medians(model: str) -> dict[int, float]:
-        layers = sorted(int(layer) for layer in rows_of(findings.measurements.queries, model)["layer"].unique())
-        dispersions = {layer: known_rows(findings, model, "dispersion", layer)["dispersion"] for layer in layers}
-        return {layer: float(percentiles(values)["p50"]) for layer, values in dispersions.items()}
-
-    gates = []
+    gates, tables = [], findings(layer_percentiles, "dispersion")
     for pair in (result.pair for result in results):
-        full, topk = medians(pair.full), medians(pair.other)
+        sides = (tables[model].set_index("layer")["p50"].to_dict() for model in (pair.full, pair.other))
+        full, topk = ({int(str(layer)): median for layer, median in side.items()} for side in sides)
         gates.append(GateResult(pair, full, topk, (*full,), 0 if every else (len(full) - 1) // 2))
     return gates
 
@@ -445,19 +444,13 @@ def verify(
     every_layer: bool = False,
 ) -> Verification:
     """Judge pairs, layers, invariants, rules, and drift from the numbers of an earlier check, if there are any."""
-    require_every_query(findings, "The gate")
-    measurements = findings.measurements
-    judged = findings
-    if rules or baseline is not None:
-        pairs, _ = find_pairs(measurements.models)
-        paired = {path for pair in pairs for path in (pair.full, pair.other)}
-        paired_models = measurements.models[measurements.models["model"].isin(paired)]
-        judged = Findings(measurements.replace(models=paired_models))
-    require_one_partner(judged)
-    gates = dispersion_gate(judged) if len(judged.measurements.models) else []
+    if rules or baseline is not None:  # then a model needs no partner
+        gates = gate_results(findings, find_pairs(findings.measurements.models)[0])
+    else:
+        gates = dispersion_gate(findings)
     drifts, compared = ([], None) if baseline is None else drift(findings, baseline, tolerance)
     return Verification(
-        findings=findings, pairs=gates, layers=layer_gate(judged, gates, every_layer),
+        findings=findings, pairs=gates, layers=layer_gate(findings, gates, every_layer),
         invariants=findings(invariants), rules=apply_rules(findings, rules), drifts=drifts, compared=compared,
     )  # fmt: skip
 

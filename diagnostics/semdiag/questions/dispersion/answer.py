@@ -1,6 +1,7 @@
 """Dispersion δ by layer and head, paired with full attention, and the initialisation it came from."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +29,6 @@ from semdiag.measuring.findings.findings import (
     rivals,
 )
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
-from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import count_of, counted, interval_words, ratio_words, span_words
 from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words
 from semdiag.presenting.drawing.panels import model_labels
@@ -80,10 +80,14 @@ class GateResult:
 
 
 def dispersion_gate(findings: Findings) -> list[GateResult]:
-    """Compare pooled dispersions of paired full and top-k models."""
-    require_every_query(findings, "The gate")
+    """Compare pooled dispersions of paired full and top-k models; every model must have one partner."""
     models = findings.measurements.models
     pairs, alone = find_pairs(models)
+    for pair in pairs:
+        if others := rivals(models, pair):
+            raise InputError(
+                f"{pair.full} and {others[0]} could both be the partner of {pair.other}, and differ: name one."
+            )
     if alone:
         raise InputError(
             f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size, setting and "
@@ -95,24 +99,15 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
             "There is no full or top-k checkpoint to pair. Train both with: semdiag train even-pairs, and: "
             "semdiag train even-pairs --attention topk --k 5."
         )
-    results = []
-    for pair in pairs:
-        full, topk = (
-            percentiles(known_rows(findings, model, "dispersion")["dispersion"])
-            for model in (pair.full, pair.other)
-        )
-        results.append(GateResult(pair, {p: full[p] for p in SHOWN}, {p: topk[p] for p in SHOWN}))
-    return results
+    return gate_results(findings, pairs)
 
 
-def require_one_partner(findings: Findings) -> None:
-    """Refuse to judge if it is not clear which models are a pair."""
-    models = findings.measurements.models
-    for pair in find_pairs(models)[0]:
-        if others := rivals(models, pair):
-            raise InputError(
-                f"{pair.full} and {others[0]} could both be the partner of {pair.other}, and differ: name one."
-            )
+def gate_results(findings: Findings, pairs: Sequence[Pair]) -> list[GateResult]:
+    """Return the pooled dispersions of pairs."""
+    require_every_query(findings, "The gate")
+    tables = findings(pooled_percentiles, "dispersion")
+    sides = ([{p: float(tables[model][p]) for p in SHOWN} for model in (pair.full, pair.other)] for pair in pairs)
+    return [GateResult(pair, full, topk) for pair, (full, topk) in zip(pairs, sides, strict=True)]
 
 
 def _nearest(models: pd.DataFrame, model: str) -> str:
@@ -197,13 +192,11 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     """Compare every top-k model that has a full counterpart with it, last snapshots first."""
     measurements = findings.measurements
     pairs, _ = find_pairs(measurements.models)
-    paired = {model for pair in pairs for model in (pair.full, pair.other)}
-    if not paired or in_part(findings):
+    if in_part(findings):
         return []
-    models = measurements.models[measurements.models["model"].isin(sorted(paired))]
-    snapshots = dict(zip(models["model"], models["snapshot"], strict=True))
+    snapshots = dict(zip(measurements.models["model"], measurements.models["snapshot"], strict=True))
     comparisons = []
-    for gate in dispersion_gate(Findings(measurements.replace(models=models))):
+    for gate in gate_results(findings, pairs):
         other, full = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
         ratio = ratio_interval(other, full, resamples=RESAMPLES)
         samples = min(other["sample"].nunique(), full["sample"].nunique())
