@@ -13,11 +13,7 @@ from xml.etree import ElementTree
 import pandas as pd
 
 from semdiag.capturing.attention_call import DENSE, KINDS
-from semdiag.measuring.findings.estimates import (
-    known_rows,
-    layer_percentiles,
-    pooled_percentiles,
-)
+from semdiag.measuring.findings.estimates import known_rows, layer_percentiles, pooled_percentiles
 from semdiag.measuring.findings.findings import (
     RUN_AND_SNAPSHOT,
     Completeness,

@@ -23,13 +23,7 @@ from semdiag.presenting.drawing.panels import (
     panels_of,
     positive_range,
 )
-from semdiag.presenting.drawing.style import (
-    draw_band,
-    drawing,
-    finished,
-    panel_grid,
-    plain_numbers,
-)
+from semdiag.presenting.drawing.style import draw_band, drawing, finished, panel_grid, plain_numbers
 
 MARKED = (50, 75, 90, 95)
 

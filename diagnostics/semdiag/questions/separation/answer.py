@@ -22,15 +22,7 @@ from semdiag.measuring.findings.estimates import (
 )
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
 from semdiag.measuring.words import counted, span_words
-from semdiag.presenting.answer import (
-    Answer,
-    Glance,
-    Outcome,
-    drawn_word,
-    heading,
-    percentile_csv,
-    top_words,
-)
+from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, heading, percentile_csv, top_words
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
