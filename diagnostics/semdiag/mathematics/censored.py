@@ -1,4 +1,4 @@
-"""Times to learn: medians and log-rank tests of runs of which some were stopped early; predicted classes."""
+"""Times to learn: medians of runs of which some were stopped early; predicted classes."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,6 @@ from statistics import median
 import numpy as np
 import scipy
 from torch import Tensor
-
-# Relabellings of a permutation test: up to the first number all are tried, else the second number at random.
-_ALL, _SOME = 200_000, 20_000
 
 
 @dataclass(frozen=True)
@@ -82,42 +79,6 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
     ).cdf
     there = share.quantiles[share.probabilities >= 0.5 - 1e-12]
     return float(there[0]) if len(there) else math.inf
-
-
-def logrank_p(
-    first: tuple[Sequence[float], Sequence[bool]], second: tuple[Sequence[float], Sequence[bool]]
-) -> float:
-    """Return the p-value of a two-sided log-rank test by permutation: do two sides arrive at different times?
-
-    Each run has the log-rank score d − Λ(t): its arrivals (0 or 1) minus the cumulative hazard of all runs at its
-    time (Nelson–Aalen). Scores sum to 0; the sum over one side is its observed minus its expected arrivals. p is
-    the share of relabellings with a sum as far from 0: all of them up to 200,000, else 20,000 random ones. A side
-    is the time at which each of its runs arrived or was stopped, and whether it arrived.
-
-    Source: Peto and Peto 1972. Deviation: permutations instead of the large-sample law, under which p < 0.05 is
-    too frequent by chance (9% of the cases with 3 runs a side, 7% with 10).
-
-    Example:
-        >>> logrank_p(([10, 11, 12], [True] * 3), ([20, 21, 22], [True] * 3))
-        0.1
-    """
-    times = np.concatenate([first[0], second[0]]).astype(float)
-    there = np.concatenate([first[1], second[1]]).astype(bool)
-    moments, arrivals = np.unique(times[there], return_counts=True)
-    hazard = np.cumsum(arrivals / (times >= moments[:, None]).sum(1))
-    scores = there - np.concatenate([[0.0], hazard])[np.searchsorted(moments, times, side="right")]
-    n = len(first[0])
-    if 1 in (n, len(times) - n):  # of which scipy makes no relabellings; all scores together are 0
-        sums = abs(scores).round(9)
-        return float((sums >= sums[0 if n == 1 else -1]).mean())
-    found = scipy.stats.permutation_test(
-        (scores[:n], scores[n:]),
-        lambda one, other, axis: abs(one.sum(axis)).round(9),  # sums in another order are equal
-        n_resamples=_ALL if math.comb(len(times), n) <= _ALL else _SOME,
-        alternative="greater",
-        random_state=np.random.default_rng(0),
-    )
-    return float(found.pvalue)
 
 
 def _coverage(n: int, rank: int) -> float:

@@ -353,7 +353,6 @@ class LocalBounds:
 
     tensors: dict[str, float]  # bounds by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`
     network: float  # bound for all parameters together
-    any_residual: float  # the same with the largest possible residual, √2, for every input
 
 
 def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> LocalBounds:
@@ -366,20 +365,20 @@ def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> Loc
     for start in range(0, len(tokens), per_pass):
         part = slice(start, start + per_pass)
         for sample, (logits, pooled, inside) in enumerate(_propagate_back(encoder, tokens[part])):
-            residual = worst = torch.full_like(largest, CROSS_ENTROPY_LIPSCHITZ)
-            pooled_gradient = worst * largest
+            residual = torch.full_like(largest, CROSS_ENTROPY_LIPSCHITZ)
+            pooled_gradient = residual * largest
             if labels is not None:
                 gradient = loss_residual(logits, labels[start + sample])
                 residual = (gradient.norm() + _ROUNDING).clamp(max=CROSS_ENTROPY_LIPSCHITZ)
                 pooled_gradient = (gradient @ head).norm() + _ROUNDING * largest
             ends = {"head.weight": pooled.norm(), "head.bias": torch.ones_like(largest)}
             for name, value in ends.items():
-                sums.setdefault(name, []).append(value * torch.stack([residual, worst]))
+                sums.setdefault(name, []).append(value * residual)
             for name, value in inside.items():
-                sums.setdefault(name, []).append(value * torch.stack([pooled_gradient, worst * largest]))
+                sums.setdefault(name, []).append(value * pooled_gradient)
     means = {name: torch.stack(values).mean(0) for name, values in sums.items()}
-    known, unknown = log_root_sum_squares(log(torch.stack(list(means.values()))), dim=0).tolist()
-    return LocalBounds({name: float(log(value[0])) for name, value in means.items()}, known, unknown)
+    network = float(log_root_sum_squares(log(torch.stack(list(means.values()))), dim=0))
+    return LocalBounds({name: float(log(value)) for name, value in means.items()}, network)
 
 
 def _propagate_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensors]]:

@@ -1,8 +1,7 @@
-"""Figures: its figures, sentences and tables."""
+"""Dispersion over all queries, and layer by layer, in figures."""
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,8 +9,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import DENSE, external
 from semdiag.measuring.findings.estimates import Percentiles, known_rows, layer_percentiles, pooled_percentiles
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.words import counted
-from semdiag.presenting.answer import Heading
+from semdiag.presenting.answer import heading
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -25,121 +23,7 @@ from semdiag.presenting.drawing.panels import (
     panels_of,
     positive_range,
 )
-from semdiag.presenting.drawing.style import (
-    FAINT,
-    draw_band,
-    drawing,
-    finished,
-    lightened,
-    number_layers,
-    panel_grid,
-    plain_numbers,
-    title_with_facts,
-)
-from semdiag.questions.dispersion.answer import (
-    FEWEST,
-    RATIO_PERCENTILES,
-    dispersion_by_number_of_keys,
-    layer_ratios,
-)
-
-
-@drawing(
-    "Ratio of the dispersion of sparse models to that of full attention per layer, median and 95th percentile, "
-    "with 95% intervals and a line at 1: {shown}.",
-    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ. If a bar, a 95% "
-    "interval from resampling whole sequences, crosses 1, the layer is inconclusive.",
-)
-def dispersion_ratio(findings: Findings) -> Figure:
-    """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
-    ratios = findings(layer_ratios)
-    if not ratios["ratio"].notna().any():
-        raise NothingToDrawError(
-            "No sparse model has a full-attention counterpart of the same task, seed, size, setting and snapshot."
-        )
-    compared = set(ratios["model"])
-    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in compared for s in p.series)]
-    figure, axes = panel_grid(len(RATIO_PERCENTILES) * len(panels), columns=len(RATIO_PERCENTILES))
-    low, high = ratios[["ratio", "low"]].min().min(), ratios[["ratio", "high"]].max().max()
-    places = [(panel, percentile) for panel in panels for percentile in RATIO_PERCENTILES]
-    for ax, (panel, percentile) in zip(axes, places, strict=True):
-        ax.set_yscale("log", base=2)
-        ends = min(low, 0.5), max(high, 2.0)
-        if 0 < ends[0] < ends[1] < float("inf"):  # of a diverged model neither need hold
-            ax.set_ylim(ends[0] / 1.1, ends[1] * 1.1)
-        plain_numbers(ax.yaxis)
-        ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
-        which = "median" if percentile == 50 else f"p{percentile}"
-        found = _draw(ax, panel, ratios[ratios["percentile"] == percentile])
-        ax.set_title(f"{panel.title}, {which}: below 1 in {found}")
-        if percentile == RATIO_PERCENTILES[0]:
-            ax.set_ylabel("δ of sparse / δ of full attention")
-    return finished(
-        figure,
-        "bars: 95% intervals, whole sequences resampled; a layer counts if its whole bar is below 1: more focused "
-        "than full attention",
-    )
-
-
-def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> str:
-    """Draw the ratios of a panel's sparse models; return in how many layers each is surely below 1."""
-    sparse = [series for series in panel.series if series.model in set(ratios["model"])]
-    below = []
-    for place, series in enumerate(sparse):
-        rows = ratios[ratios["model"] == series.model].dropna(subset=["ratio"])
-        below.append(rows["high"].fillna(rows["ratio"]) < 1)
-        control = series.attention != "topk"
-        color = lightened(series.style.color, 0.35) if control else series.style.color
-        ax.errorbar(
-            rows["layer"] + (place - (len(sparse) - 1) / 2) * 0.12,
-            rows["ratio"], yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
-            color=color, marker=series.style.marker, markersize=4 if control else 5.5, linestyle="none",
-            elinewidth=1.0, capsize=2,
-            label=series.label + (", control" if control else ""),
-        )  # fmt: skip
-    number_layers(ax, sorted(ratios["layer"].unique()))
-    return layers_with(sparse, below)
-
-
-@drawing(
-    "Percentiles of the semantic dispersion δ in nats against the number of keys a query may attend to, "
-    "logarithmic abscissa, as a median line in two bands: {shown}.",
-    "A range over more scores is wider to begin with: compare queries with the same number of keys. In causal "
-    "models the first queries see few keys and pull every pooled percentile down (--min-keys leaves them out).",
-)
-def dispersion_by_keys(findings: Findings) -> Figure:
-    """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled."""
-    curves = findings(dispersion_by_number_of_keys)
-    panels = [
-        p for p in panels_of(findings.measurements.models) if any(len(curves[s.model]) > 1 for s in p.series)
-    ]
-    if not panels:
-        raise NothingToDrawError("Every query has the same number of keys.")
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
-        _draw_dispersion_by_keys(ax, panel, curves)
-    axes[0].set_ylabel("semantic dispersion δ (nats)")
-    bands = "dark band: 25–75%, light band: 5–95% of the queries with about this many keys"
-    return finished(figure, f"line: median; {bands} (at least {FEWEST})")
-
-
-def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFrame]) -> None:
-    ax.set_xscale("log", base=2)
-    plain_numbers(ax.xaxis)
-    facts = []
-    for series in panel.series:
-        table, style = curves[series.model], series.style
-        if len(table) < 2:
-            continue
-        for low, high, alpha in ((0.05, 0.95, 0.25), (0.25, 0.75, 0.55)):
-            ax.fill_between(table["keys"], table[low], table[high], color=style.color, alpha=alpha, linewidth=0)
-        ax.plot(table["keys"], table[0.5], color=style.color, linewidth=style.width, marker=style.marker,
-                markersize=3, label=series.label)  # fmt: skip
-        facts.append(f"{series.label}: {counted(int(table['queries'].sum()), 'query')}")
-    title_with_facts(ax, panel.title, facts)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("keys a query may attend to (count)")
-
+from semdiag.presenting.drawing.style import draw_band, drawing, finished, panel_grid, plain_numbers
 
 MARKED = (50, 75, 90, 95)
 
@@ -227,38 +111,19 @@ def _layers_found(series: Sequence[Series], tables: Mapping[str, pd.DataFrame]) 
     return f"median δ below full attention's in {layers_with(series[1:], below)}"
 
 
-HEADINGS = (
-    Heading(
-        "focus",
-        "Do the scores of the sparse model span less?",
-        (dispersion_ecdf, dispersion_by_layer, dispersion_by_keys),
-        (
-            "Two models are compared, each trained with its own attention and measured on its own scores. Nothing "
-            "here says what one of them would do with the other's mask.",
-            "Percentiles pool the queries of all layers and heads. The maximum (p100) is one single query: shown, "
-            "not judged.",
-            "A range over a few keys is never larger than that over all keys of the row: the controls with a "
-            "fixed mask show how much that alone can make.",
-        ),
-    ),
-    Heading(
-        "ratio",
-        "How much smaller, layer by layer?",
-        (dispersion_ratio,),
-        (
-            "The intervals are about other inputs of the same kind, not about other training runs. Layers are "
-            "matched by their position; nothing says that they do the same work.",
-        ),
-    ),
-)
-EXTERNAL = (
-    Heading(
-        "spread",
-        "How far apart are the scores?",
-        (dispersion_by_layer, dispersion_by_keys),
-        (
-            "Percentiles pool the queries of all heads of a layer; layers are numbered as they first ran. The "
-            "maximum (p100) is one single query.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "focus", "Do the scores of the sparse model span less?", (dispersion_ecdf, dispersion_by_layer),
+    "Two models are compared, each trained with its own attention and measured on its own scores. Nothing here "
+    "says what one of them would do with the other's mask.",
+    "Percentiles pool the queries of all layers and heads. The maximum (p100) is one single query: shown, not "
+    "judged.",
+    "A range over a few keys is never larger than that over all keys of the row: the controls with a fixed mask "
+    "show how much that alone can make.",
+)  # fmt: skip
+EXTERNAL = heading(
+    "spread", "How far apart are the scores?", (dispersion_by_layer,),
+    "Percentiles pool the queries of all heads of a layer; layers are numbered as they first ran. The maximum "
+    "(p100) is one single query.",
+    "In causal models the first queries see few keys, and a range over fewer scores is smaller: they pull every "
+    "percentile down (--min-keys leaves them out).",
+)  # fmt: skip

@@ -96,10 +96,6 @@ def test_bounds_name_every_pair(measured):
         }
         # Constants a thousand times above the slopes of most tensors are vacuous, those at the point are not.
         assert all(v["verdict"] in ("holds", "assumption not met", "vacuous") for v in result["verdicts"])
-        rungs = result["network"]
-        parts = rungs["residual"] + rungs["point"] + rungs["left"]
-        assert parts == pytest.approx(rungs["sound"] - rungs["gradient"])
-        assert min(rungs[name] for name in ("residual", "point", "left")) > 0
         (near,) = (v for v in result["verdicts"] if v["form"] == "point")
         assert (near["verdict"], near["numbers"]["violated"], near["numbers"]["vacuous"]) == ("holds", 0, 0)
     assert "for these inputs" in summary["scope"]
