@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing import recording
 from semdiag.capturing.adapters import fused as flex
-from semdiag.capturing.adapters.fused import flex_call
+from semdiag.capturing.adapters.fused import SDPA, flex_call, sdpa_call
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described
 from semdiag.capturing.call_strips import allowed_keys
 from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
-from semdiag.capturing.provenance.weighted_values import SDPA, sdpa_call
 from semdiag_models import AttentionCore, Encoder
 from semdiag_models.encoder import Affine, Attention, Block
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from semdiag.capturing.adapters.fused import fused_call
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, float_outputs, propagate
 from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS, MergedBlocks, Softmaxes
 from semdiag.capturing.provenance.tags import Tags, tensors
-from semdiag.capturing.provenance.weighted_values import fused_call
 from semdiag.capturing.recording import NOTHING, Recorder, in_backward, is_plain, outside_all_modes, take_off
 
 MODES_SUPPORTED = hasattr(TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
@@ -188,7 +188,12 @@ def may_attend(
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
 _OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
-_NOISE = ("bernoulli_", "bernoulli")
+_KINDS = {
+    **dict.fromkeys(SOFTMAXES, "softmax"),
+    **dict.fromkeys(PRODUCTS, "product"),
+    **dict.fromkeys(EXPONENTIALS, "exponential"),
+    **dict.fromkeys(("bernoulli_", "bernoulli"), "noise"),
+}
 
 
 class Plan(NamedTuple):
@@ -201,16 +206,6 @@ class Plan(NamedTuple):
     runs_others: bool  # whether it may call operations that can be watched
     full: str  # name with the namespace
     named: bool  # whether its schema names queries, keys and values, which makes it suspect
-
-
-class Run(NamedTuple):
-    """An operation that has run."""
-
-    plan: Plan
-    args: Args
-    kwargs: Kwargs
-    given: list[Tensor]
-    result: Any
 
 
 def written(plan: Plan, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -226,11 +221,11 @@ def plan_of(func: Any) -> Plan:
     full = func.__name__.partition(".")[0] if schema is None else schema.name
     namespace, _, name = full.rpartition("::")
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    kind = "higher order" if isinstance(func, HigherOrderOperator) and not name.startswith(_FUSED) else _kind(name)
+    fused = name.startswith(_FUSED) or name in _OPAQUE
+    kind = "fused" if fused else _KINDS.get(name, "other")
+    kind = "higher order" if isinstance(func, HigherOrderOperator) and not fused else kind
     named = False
-    if (
-        kind == "other" and schema is not None
-    ):  # the schema of an unknown operator of torch's own may fit attention
+    if kind == "other" and schema is not None:  # the schema of an unknown operator of torch's may fit attention
         read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
         named = not is_foreign(namespace) and names_attention(schema)
         suspect = (
@@ -258,13 +253,6 @@ def has_kernel(func: Any, key: str) -> bool:
     """Return whether an operation has its own kernel for a dispatch key."""
     name = func.name()  # some of torch's Python operators are unknown to the dispatcher
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-def _kind(name: str) -> str:
-    if name.startswith(_FUSED) or name in _OPAQUE:
-        return "fused"
-    kinds = {"softmax": SOFTMAXES, "product": PRODUCTS, "exponential": EXPONENTIALS, "noise": _NOISE}
-    return next((kind for kind, names in kinds.items() if name in names), "other")
 
 
 _SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
@@ -302,7 +290,8 @@ class OperationWatch(TorchDispatchMode):
         before, recorder.in_function = recorder.in_function, True  # the operator is also a Python function
         try:
             if plan.writes:
-                self._guarded(plan, self._before_write, plan, args, kwargs)
+                given, changed = tensors((*args, *kwargs.values())), tensors(written(plan, args, kwargs))
+                self._guarded(plan, self.softmaxes.before_write, plan.name, args, [*changed], [*given])
             result = func(*args, **kwargs)
             call = self._guarded(plan, self._look, plan, args, kwargs, result)
         finally:
@@ -390,10 +379,6 @@ class OperationWatch(TorchDispatchMode):
             self.recorder.skip(plan.name, f"could not be followed ({type(error).__name__}: {str(error)[:80]})")
             return None
 
-    def _before_write(self, plan: Plan, args: Args, kwargs: Kwargs) -> None:
-        given = [*tensors((*args, *kwargs.values()))]
-        self.softmaxes.before_write(plan.name, args, [*tensors(written(plan, args, kwargs))], given)
-
     def _look(self, plan: Plan, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
         """Handle an operation that has run, by its kind; return the attention that it completes, if any."""
         recorder, tags, name = self.recorder, self.tags, plan.name
@@ -414,65 +399,51 @@ class OperationWatch(TorchDispatchMode):
             if call is not None:
                 self.merged.mark_output(result)
                 return call
-        if recorder.running and all(
-            map(tags.constant, given)
-        ):  # what a caller makes beside the model is its input
+        if recorder.running and all(map(tags.constant, given)):  # what a caller makes beside it is its input
             for out in float_outputs(result):
                 tags.mark(out, "constant")
-        if plan.kind in self._LOOKS:
-            return self._LOOKS[plan.kind](self, Run(plan, args, kwargs, given, result))
-        propagate(tags, name, args, given, result)
-        return None
+        return self._observe(plan, args, kwargs, given, result)
 
-    def _product(self, run: Run) -> AttentionCall | None:
-        """Handle a matrix product: it may make scores, or multiply weights with values."""
-        call = self._products.observe(run.plan.name, run.args, run.kwargs, run.result)
-        if call is not None:
-            self.merged.mark_output(run.result)
+    def _observe(
+        self, plan: Plan, args: Args, kwargs: Kwargs, given: list[Tensor], result: Any
+    ) -> AttentionCall | None:
+        """Handle an operation by its kind: the softmax, and the products before and behind it."""
+        name, kind, call = plan.name, plan.kind, None
+        if kind == "product":
+            call = self._products.observe(name, args, kwargs, result)
+            if call is not None:
+                self.merged.mark_output(result)
+        elif kind == "fused":
+            call = self._fused(name, args, kwargs, result)
+        elif kind == "softmax":
+            axis = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+            self.softmaxes.observe(name, given[0], axis, result, bool(plan.writes))
+        elif kind == "noise":  # it may be dropout written out
+            self.tags.tag_noise(
+                result, float(args[1]) if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5
+            )
+        else:
+            if kind == "exponential" and result.ndim > 1 and result.is_floating_point():
+                self.softmaxes.observe_exponential(name, args, result, bool(plan.writes))
+            elif kind in ("foreign", "suspect") and self.recorder.running:
+                made = tensors((result, *written(plan, args, kwargs)))
+                if may_attend(plan, self.recorder.module, given, made, self.tags.fixed):
+                    self.recorder.skip(plan.full, MAY_BE_ATTENTION if kind == "foreign" else MAY_BE_KERNEL)
+            propagate(self.tags, name, args, given, result)
         return call
 
-    def _noise(self, run: Run) -> None:
-        """Handle noise, which may be dropout written out."""
-        kept = float(run.args[1]) if len(run.args) > 1 and not isinstance(run.args[1], Tensor) else 0.5
-        self.tags.tag_noise(run.result, kept)
-
-    def _softmax(self, run: Run) -> None:
-        """Start to trace a softmax."""
-        axis = run.args[1] if len(run.args) > 1 else run.kwargs.get("dim", -1)
-        self.softmaxes.observe(run.plan.name, run.given[0], axis, run.result, bool(run.plan.writes))
-
-    def _exponential(self, run: Run) -> None:
-        """Handle an exponential, which may be a softmax written out."""
-        if run.result.ndim > 1 and run.result.is_floating_point():
-            self.softmaxes.observe_exponential(run.plan.name, run.args, run.result, bool(run.plan.writes))
-        propagate(self.tags, run.plan.name, run.args, run.given, run.result)
-
-    def _foreign(self, run: Run) -> None:
-        """Handle an unknown operator, which may be attention and cannot be inspected."""
-        recorder, plan = self.recorder, run.plan
-        made = tensors((run.result, *written(plan, run.args, run.kwargs)))
-        if recorder.running and may_attend(plan, recorder.module, run.given, made, self.tags.fixed):
-            recorder.skip(plan.full, MAY_BE_ATTENTION if plan.kind == "foreign" else MAY_BE_KERNEL)
-        propagate(self.tags, plan.name, run.args, run.given, run.result)
-
-    def _fused(self, run: Run) -> AttentionCall | None:
+    def _fused(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
         """Capture fused attention that was not seen in Python: in a scripted or compiled graph, or in C++."""
-        recorder, name = self.recorder, run.plan.name
-        if not recorder.listening:
-            recorder.skip(name, OUTSIDE)
+        if not self.recorder.listening:
+            self.recorder.skip(name, OUTSIDE)
             return None
         with outside_all_modes("cpu"):
-            call = fused_call(name, run.args, run.kwargs, run.result)
+            call = fused_call(name, args, kwargs, result)
         if call is None:
-            recorder.skip(name, "runs below Python: in a compiled, traced or exported graph, or in C++")
+            self.recorder.skip(name, "runs below Python: in a compiled, traced or exported graph, or in C++")
         else:
-            self.merged.mark_output(*run.result[:2])
+            self.merged.mark_output(*result[:2])
         return call
-
-    _LOOKS: ClassVar[dict[str, Callable[..., AttentionCall | None]]] = {
-        "product": _product, "noise": _noise, "softmax": _softmax, "exponential": _exponential,
-        "foreign": _foreign, "suspect": _foreign, "fused": _fused,
-    }  # fmt: skip
 
     def _skip_without_storage(self, name: str, given: Sequence[Tensor]) -> None:
         """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""

@@ -221,6 +221,28 @@ def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:
     return ScoreHistory(q, k, scores.shape[:-2], bias=bias, allowed=allowed, forbidding=forbidding)
 
 
+def with_full_rows_read(
+    history: ScoreHistory, scores: Tensor
+) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
+    """Return a call with its fully masked rows, and rows at one low constant, read from the softmax's input."""
+    allowed, top = history.allowed, scores.amax(-1, keepdim=True)
+    enough = FORBIDDING + ROOM
+    low = (top <= enough) & top.isfinite()
+    if not bool(low.any()):
+        return history, allowed, None
+    below = scores - top
+    near = below > enough
+    none = torch.zeros_like(low) if allowed is None else ~allowed.expand(scores.shape).any(-1, keepdim=True)
+    rows = low & (none | ((below == 0) | ~near).all(-1, keepdim=True))
+    if not bool(rows.any()):
+        return history, allowed, None
+    full = rows & near
+    bias = torch.where(rows, below.masked_fill(~near, 0), 0.0 if history.bias is None else history.bias)
+    q = history.q.expand(*history.lead, *history.q.shape[-2:]).masked_fill(rows, 0)
+    allowed = ~rows if allowed is None else ~rows & allowed
+    return replace(history, q=q, bias=bias if bool(bias.any()) else None), allowed, full
+
+
 def as_number(value: Any) -> float | None:
     """Return a number, or a tensor of one element, as a float; None for anything else."""
     if isinstance(value, int | float):

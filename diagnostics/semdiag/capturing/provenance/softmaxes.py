@@ -3,16 +3,21 @@
 import math
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from semdiag.capturing.adapters.fused import with_full_rows_read
 from semdiag.capturing.attention_call import Args, Kwargs
-from semdiag.capturing.provenance.score_history import ScoreHistory, UntraceableError, scores_alone
+from semdiag.capturing.provenance.score_history import (
+    ScoreHistory,
+    UntraceableError,
+    scores_alone,
+    with_full_rows_read,
+)
 from semdiag.capturing.provenance.tags import (
     Axes,
     AxisPiece,
@@ -300,14 +305,18 @@ class SoftmaxProvenance:
         return ([*range(key + 1)], False) if history is not None else ([*roles.lead, key], True)
 
     def follow(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Observe an operation that has just run."""
-        try:
+        """Observe an operation that has just run: it makes scores, or changes them, or ends their history."""
+        with suppress(UntraceableError):
             if name in _PRODUCTS:
                 self._product(name, args, kwargs, result)
-            else:
-                self._step(name, args, kwargs, result)
-        except UntraceableError:
-            return
+                return
+            scores = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x in self._scores)
+            if self._scores and (tensor := next(scores, None)) is not None:
+                history, stamps = self._scores[tensor]
+                target = tensor if name == "__setitem__" else result
+                self._scores.pop(target, None)
+                with outside_all_modes(tensor.device.type):
+                    self._keep(target, _changed(history, tensor, name, args, kwargs, target), stamps[:-1])
 
     def _keep(self, tensor: Tensor, history: ScoreHistory, stamps: list[tuple[Tensor, int]]) -> None:
         made = [x for x in (history.q, history.k, history.bias, history.allowed) if x is not None]
@@ -326,85 +335,40 @@ class SoftmaxProvenance:
             history = ScoreHistory(q.detach(), k.detach(), result.shape[:-2], scale=alpha, eps=eps)
             self._keep(result, history if added is None else history.plus(added, result.dtype), [])
 
-    def _step(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Carry tags through an operation on scores, or drop them."""
-        if not self._scores:
-            return
-        for tensor in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
-            history, stamps = self._scores.get(tensor, (None, []))
-            if history is None:
-                continue
-            target = tensor if name == "__setitem__" else result
-            self._scores.pop(target, None)
-            with outside_all_modes(tensor.device.type):
-                self._keep(target, _STEPS[name](_Step(history, tensor, args, kwargs, target)), stamps[:-1])
-            return
 
-
-class _Step(NamedTuple):
-    """An operation on scores that has run."""
-
-    history: ScoreHistory
-    scores: Tensor
-    args: Args
-    kwargs: Kwargs
-    result: Tensor
-
-    @property
-    def other(self) -> Any:
-        """The operand that is not the scores, on either side."""
-        second = self.args[1] if len(self.args) > 1 else self.kwargs.get("other")
-        return self.args[0] if second is self.scores else second
-
-    def check(self, first: bool, alike: bool) -> None:
-        """Refuse an operation whose first operand is not the scores, or whose result has another shape."""
-        moved = alike and (self.kwargs.get("alpha", 1) != 1 or self.result.shape != self.scores.shape)
-        if moved or (first and self.args[0] is not self.scores):
-            raise UntraceableError
-
-
-def _divided(step: _Step) -> ScoreHistory:
-    step.check(first=True, alike=False)
-    if step.kwargs.get("rounding_mode") is not None:
-        raise UntraceableError
-    return step.history.times(1 / step.other)
-
-
-def _plus(step: _Step) -> ScoreHistory:
-    step.check(first=False, alike=True)
-    return step.history.plus(step.other, step.result.dtype)
-
-
-def _minus(step: _Step) -> ScoreHistory:
-    step.check(first=True, alike=True)
-    return step.history.plus(-1.0 * step.other, step.result.dtype)
-
-
-def _filled(step: _Step) -> ScoreHistory:
-    step.check(first=True, alike=True)
-    given = dict(zip(("input", "mask", "value"), step.args, strict=False)) | step.kwargs
-    return step.history.filled(given["value"], step.result.dtype, ~given["mask"])
-
-
-def _assigned(step: _Step) -> ScoreHistory:
-    step.check(first=True, alike=False)
-    return step.history.filled(step.args[2], step.result.dtype)
-
-
-def _chosen(step: _Step) -> ScoreHistory:
-    step.check(first=False, alike=True)
-    if len(step.args) != 3 or step.args[0] is step.scores:
-        raise UntraceableError
-    kept, one, other = step.args
-    history, dtype = step.history, step.result.dtype
-    return history.filled(other, dtype, kept) if one is step.scores else history.filled(one, dtype, ~kept)
-
-
-def _undropped(step: _Step) -> ScoreHistory:
-    given = dict(zip(("input", "p", "training"), step.args, strict=False)) | step.kwargs
-    if given.get("training", True) and given.get("p", 0.5):
-        raise UntraceableError
-    return step.history
+def _changed(
+    history: ScoreHistory, scores: Tensor, name: str, args: Args, kwargs: Kwargs, result: Tensor
+) -> ScoreHistory:
+    """Return the history after an operation on the scores that has run."""
+    second: Any = args[1] if len(args) > 1 else kwargs.get("other")
+    first, other = bool(args) and args[0] is scores, args[0] if second is scores else second
+    alike, dtype = kwargs.get("alpha", 1) == 1 and result.shape == scores.shape, result.dtype
+    match name.rstrip("_"):
+        case "mul" | "multiply":
+            return history.times(other)
+        case "div" | "divide" | "true_divide" if first and kwargs.get("rounding_mode") is None:
+            return history.times(1 / other)
+        case "add" if alike:
+            return history.plus(other, dtype)
+        case "sub" | "subtract" if first and alike:
+            return history.plus(-1.0 * other, dtype)
+        case "masked_fill" if first and alike:
+            given = dict(zip(("input", "mask", "value"), args, strict=False)) | kwargs
+            return history.filled(given["value"], dtype, ~given["mask"])
+        case "__setitem" if first:
+            return history.filled(args[2], dtype)
+        case "where" if alike and len(args) == 3 and not first:
+            kept, one, two = args
+            return history.filled(two, dtype, kept) if one is scores else history.filled(one, dtype, ~kept)
+        case "tanh":
+            return history.bent()
+        case "dropout" | "nan_to_num":
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            if name == "nan_to_num" or not (given.get("training", True) and given.get("p", 0.5)):
+                return history
+        case _ if name in _VIEWS:
+            return history.viewed(result)
+    raise UntraceableError
 
 
 _PRODUCTS = ("matmul", "bmm", "__matmul__", "einsum", "baddbmm")
@@ -412,20 +376,11 @@ _VIEWS = (
     *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "detach"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
 )
-_STEPS: dict[str, Callable[[_Step], ScoreHistory]] = {
-    **dict.fromkeys(("mul", "mul_", "multiply"), lambda step: step.history.times(step.other)),
-    **dict.fromkeys(("div", "div_", "divide", "true_divide"), _divided),
-    **dict.fromkeys(("add", "add_"), _plus),
-    **dict.fromkeys(("sub", "sub_", "subtract"), _minus),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
-    "__setitem__": _assigned,
-    **dict.fromkeys(_VIEWS, lambda step: step.history.viewed(step.result)),
-    "where": _chosen,
-    "tanh": lambda step: step.history.bent(),
-    "dropout": _undropped,
-    "nan_to_num": lambda step: step.history,
-}
-FOLLOWED = frozenset((*_PRODUCTS, *_STEPS))
+_CHANGES = (
+    *("mul", "mul_", "multiply", "div", "div_", "divide", "true_divide", "add", "add_", "sub", "sub_", "subtract"),
+    *("masked_fill", "masked_fill_", "__setitem__", "where", "tanh", "dropout", "nan_to_num"),
+)
+FOLLOWED = frozenset((*_PRODUCTS, *_VIEWS, *_CHANGES))
 
 MERGED = (
     "its output is rescaled by a sum of exponentials of scores: if this merges blocks of keys, each of its "

@@ -26,7 +26,8 @@ class AxisPiece(NamedTuple):
     step: int  # stride along that axis between neighbouring entries; 0 if entries were selected or reordered
 
 
-Axes = tuple[tuple[AxisPiece, ...], ...]  # pieces of each axis of a tensor, the slowest first
+Axis = tuple[AxisPiece, ...]  # the slowest first
+Axes = tuple[Axis, ...]  # pieces of each axis of a tensor
 Given = Sequence[tuple[int, ...]]  # shapes of the first inputs of the running modules, the innermost last
 
 
@@ -193,11 +194,6 @@ def selected(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | 
         pieces if size == new else tuple(AxisPiece(p.origin, p.axis, new, 0) for p in pieces[:1])
         for pieces, size, new in zip(axes, shape, result, strict=True)
     )
-
-
-def entries(pieces: Sequence[AxisPiece]) -> int:
-    """Return the total number of entries of the pieces."""
-    return math.prod(piece.size for piece in pieces)
 
 
 History = tuple[ScoreHistory, Callable[[], bool]]
