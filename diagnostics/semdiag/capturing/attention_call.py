@@ -172,7 +172,6 @@ BOUNDED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "f
 SCORED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "largest"))
 # These kinds look for the largest scores by hashes or clusters, without computing all.
 APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.keeps in ("hashed", "clustered"))
-CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
 # An external model was not made by semdiag_models or the paper's code: only its attention is known.
 EXTERNAL_SOURCES = ("hugging face", "factory", "module")
 

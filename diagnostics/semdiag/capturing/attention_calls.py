@@ -201,9 +201,8 @@ class _Hooks:
         if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
             recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
             recorder.covered += 1
-            recorder.without_watch.append(
-                (module, recording.take_off(self._here.watch))
-            )  # under a mode it refuses them
+            taken = recording.take_off(self._here.watch)  # under a mode it refuses them
+            recorder.without_watch.append((module, taken))
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -238,10 +237,8 @@ class _Modes(threading.local):
 
     def start(self) -> None:
         for mode in recording.modes_here():
-            if (
-                isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.closed
-            ):  # its context was left elsewhere
-                mode.__exit__(None, None, None)
+            if isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.closed:
+                mode.__exit__(None, None, None)  # its context was left elsewhere
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
         if not _masks(self.watch):
@@ -358,8 +355,8 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
     """Call ``consume`` for every block that a batch passes in the context."""
     seen: dict[str, Any] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        return lambda module, inputs, *output: seen.update({name: inputs[0]})
+    def keep(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[name] = inputs[0]
 
     def attended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen["middle"] = seen["stream"] + output
@@ -367,22 +364,20 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
     def ended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen["end"] = seen["middle" if encoder.config.norm == "pre" else "mlp_tokens"] + output
 
-    def finish(layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, *given: Any) -> None:
-            call = BlockCall(layer=layer, **seen)
-            seen.clear()
-            consume(call)
-
-        return hook
+    def finish(layer: int, *given: Any) -> None:
+        call = BlockCall(layer=layer, **seen)
+        seen.clear()
+        consume(call)
 
     with ExitStack() as hooks:
         hooks.enter_context(watch_attention(encoder, lambda call: seen.update(attention=call)))
         for layer, block in enumerate(encoder.blocks):
             attention, expand, contract = (block.get_submodule(n) for n in ("attention", "expand", "contract"))
-            parts = ((block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden"))
-            handles = [part.register_forward_pre_hook(keep(name)) for part, name in parts]
-            after = ((attention, attended), (contract, ended), (block, finish(layer)))
-            for handle in (*handles, *(part.register_forward_hook(hook) for part, hook in after)):
-                hooks.callback(handle.remove)
+            for part, name in (
+                (block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden")
+            ):  # fmt: skip
+                hooks.enter_context(part.register_forward_pre_hook(partial(keep, name)))
+            for part, hook in ((attention, attended), (contract, ended), (block, partial(finish, layer))):
+                hooks.enter_context(part.register_forward_hook(hook))
         hooks.callback(seen.clear)
         yield

@@ -3,11 +3,13 @@
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,19 +59,15 @@ def check_memory(call: AttentionCall) -> None:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the free memory of a device in bytes; infinite if nothing tells."""
+    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
-    free = [float("inf")]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        free += [] if limit == "max" else [float(limit) - float(used)]
-    except (OSError, ValueError):
-        pass
-    return min(free)
+    free = float(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no cgroup, or no limit
+        limit, used = (float(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 def out_of_memory(error: Exception) -> str:

@@ -27,9 +27,8 @@ from semdiag.capturing.provenance.tags import address
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:  # runs again in each thread
-        self.names: list[str] = []
-        self.begun: type | None = None
+    names: tuple[str, ...] = ()
+    begun: type | None = None
 
 
 _RUNNING = _Running()
@@ -68,11 +67,11 @@ def _recorded(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
             tracked = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
         if not tracked:
             return forward(*args, **kwargs)
-        _RUNNING.names.append(name)
+        before, _RUNNING.names = _RUNNING.names, (*_RUNNING.names, name)
         try:
             return forward(*args, **kwargs)
         finally:
-            _RUNNING.names.pop()
+            _RUNNING.names = before
 
     return run
 
@@ -295,10 +294,7 @@ _TORCH: dict[str, Callable[[], bool]] = {
     "addresses of torch's storages": _storages,
     "Python's threads and pools": _threads,
 }
-_TRANSFORMERS: dict[str, Callable[[], bool]] = {
-    "AttentionInterface.get_interface": _interface,
-    "Cache.update of transformers": _caches,
-}
+_TRANSFORMERS = {"AttentionInterface.get_interface": _interface, "Cache.update of transformers": _caches}
 PROBES = _TORCH | _TRANSFORMERS
 _OLDER = "a class that looks up its attention without AttentionInterface.get_interface"
 
@@ -308,29 +304,32 @@ def broken_parts(model: nn.Module) -> list[str]:
     broken = [*_failed((*_TORCH,), str(torch.__version__))]
     classes: set[Any] = {type(part) for part in model.modules()}
     if any(kind.__module__.startswith("transformers.") for each in classes for kind in each.__mro__):
-        version = getattr(sys.modules.get("transformers"), "__version__", "")
-        broken += _failed((*_TRANSFORMERS,), f"{torch.__version__} {version}")
+        broken += _failed((*_TRANSFORMERS,), f"{torch.__version__} {_version()}")
         broken += [f"{_OLDER} ({kind.__name__})" for kind in classes if not _looks_up(kind)][:1]
     return broken
 
 
 def remarks_on(broken: Iterable[str]) -> list[Remark]:
     """Return a remark on each broken part."""
-    text = "{}: what is measured may be wrong or incomplete"
-    return [Remark("", text.format(_said(part)), "private-part") for part in broken]
+    return [
+        Remark("", f"{_said(part)}: what is measured may be wrong or incomplete", "private-part")
+        for part in broken
+    ]
 
 
 def refusal(broken: Iterable[str]) -> str:
     """Return the reason why a mask is refused."""
-    text = "; ".join(map(_said, broken))
-    return (
-        f"{text}: masks or their gradients could be wrong. Install a version of torch and transformers that works."
-    )
+    remedy = "Install a version of torch and transformers that works."
+    return f"{'; '.join(map(_said, broken))}: masks or their gradients could be wrong. {remedy}"
 
 
 def _said(part: str) -> str:
-    version = getattr(sys.modules.get("transformers"), "__version__", "not loaded")
-    return f"{part} behaves otherwise than semdiag knows (torch {torch.__version__}, transformers {version})"
+    versions = f"torch {torch.__version__}, transformers {_version()}"
+    return f"{part} behaves otherwise than semdiag knows ({versions})"
+
+
+def _version() -> str:
+    return getattr(sys.modules.get("transformers"), "__version__", "not loaded")
 
 
 @cache

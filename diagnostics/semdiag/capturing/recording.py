@@ -443,19 +443,13 @@ def _restack(kind: Any, wanted: list[Any]) -> None:
 def without_modes() -> Iterator[None]:
     """Run, inside, without the modes of this thread; those that something leaves there are taken off."""
     before = modes_here()
-
-    def take_off_all() -> None:
-        for mode in reversed(modes_here()):
-            _kind(mode).__exit__(mode, None, None, None)
-
     try:
-        take_off_all()
+        for kind in (TorchFunctionMode, TorchDispatchMode):
+            _restack(kind, [])
         yield
     finally:
-        if modes_here() != before:
-            take_off_all()
-            for mode in before:
-                put_on(mode)
+        for kind in (TorchFunctionMode, TorchDispatchMode):
+            _restack(kind, [mode for mode in before if _kind(mode) is kind])
 
 
 Entered = Callable[[], AbstractContextManager[None]]
@@ -514,6 +508,10 @@ def _started(start: Callable[..., Any], thread: threading.Thread) -> Any:
     return start(thread)
 
 
+def _begun(start: Callable[..., Any], run: Callable[..., Any], *args: Any) -> Any:
+    return start(_carried(run), *args)
+
+
 def _given(
     method: Callable[..., Any], pool: object, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -526,9 +524,7 @@ def _starts() -> Iterator[None]:
     pools = ((ThreadPoolExecutor, "submit"), *((ThreadPool, name) for name in _GIVING))
     with undone() as stack:
         stack.enter_context(replaced(threading.Thread, "start", _started))
-        stack.enter_context(
-            replaced(_thread, "start_new_thread", lambda start, run, *args: start(_carried(run), *args))
-        )
+        stack.enter_context(replaced(_thread, "start_new_thread", _begun))
         for owner, name in pools:
             stack.enter_context(replaced(owner, name, _given))
         yield

@@ -74,17 +74,10 @@ def _cache() -> Any:
 def _updated(
     original: Any, cache: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
 ) -> Any:
-    result = original(cache, key_states, value_states, layer_idx, *args, **kwargs)
-    if not torch.compiler.is_compiling():
-        _note(cache, layer_idx, key_states, result)
-    return result
-
-
-_PATCHED = SharedChange(lambda: replaced(_cache(), "update", _updated))
-
-
-def _note(cache: Any, layer_idx: int, given: Tensor, result: Any) -> None:
     """Record a cache's keys; the last one is the last token's unless the cache has unused room."""
+    result = original(cache, key_states, value_states, layer_idx, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return result
     with contextlib.suppress(Exception):  # custom caches may raise anything
         keys, layer = result[0], cache.layers[layer_idx]
         count, length = keys.shape[2], layer.get_seq_length()
@@ -92,10 +85,12 @@ def _note(cache: Any, layer_idx: int, given: Tensor, result: Any) -> None:
             length = int(length)
         known = isinstance(length, int)
         before, room = (max(0, length - count), max(0, count - length)) if known else (None, 0)
-        _RETURNED[keys] = CachedKeys(count, given.shape[2], before, room)
+        _RETURNED[keys] = CachedKeys(count, key_states.shape[2], before, room)
         _LAST.keys, _LAST.layer = keys, layer_idx
+    return result
 
 
+_PATCHED = SharedChange(lambda: replaced(_cache(), "update", _updated))
 MECHANISM = "transformers attention interface"
 
 

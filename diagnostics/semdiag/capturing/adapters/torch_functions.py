@@ -2,10 +2,10 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -194,28 +194,26 @@ def _own(hook: Callable[..., object]) -> bool:
     return getattr(hook, "__module__", "").startswith("semdiag.")
 
 
-def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
+def core_call(name: str, core: AttentionCore, inputs: tuple[Any, ...], mixed: Tensor) -> AttentionCall:
     """Return one call of an :class:`AttentionCore`."""
-    q, k, v, scale, valid, selected = inputs
-    queries = cast("Tensor | None", valid)
+    q, k, v, scale, queries, selected = inputs
     allowed = None if queries is None else queries[:, None, None, :]
     if core.apart:
-        length = cast(Tensor, q).shape[2]
-        apart = torch.ones(1, 1, length, length, dtype=torch.bool, device=cast(Tensor, q).device)
+        apart = torch.ones(1, 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
         apart[..., 1:, 0] = False
         allowed = apart if allowed is None else allowed & apart
     return described(
-        cast(Tensor, q), cast(Tensor, k), cast(Tensor, v), mixed, scale=cast(float, scale), module=name,
-        allowed=allowed, queries=queries, mechanism=CORE_MECHANISM, dropout=core.p if core.training else 0.0,
+        q, k, v, mixed, scale=scale, module=name, allowed=allowed, queries=queries, mechanism=CORE_MECHANISM,
+        dropout=core.p if core.training else 0.0,
         selected=_ragged(core, selected, queries) if isinstance(selected, Tensor) else None,
     )  # fmt: skip
 
 
 def masked_inputs(
-    recorder: recording.Recorder, core: AttentionCore, inputs: tuple[object, ...]
-) -> tuple[object, ...] | None:
+    recorder: recording.Recorder, core: AttentionCore, inputs: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
     """Return a core's inputs with only the keys selected that the recorder's mask keeps; None if unchanged."""
-    call = core_call("", core, inputs, cast(Tensor, inputs[2]))
+    call = core_call("", core, inputs, inputs[2])
     kept = recorder.kept(call)
     if kept is None:
         return None
@@ -239,25 +237,17 @@ def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tens
     return whole
 
 
-@contextmanager
-def _made_outside_modes() -> Iterator[None]:
+def _made(new: Callable[..., Tensor], kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    with _disable_current_modes():
+        return new(kind, *args, **kwargs)
+
+
+def _made_outside_modes() -> AbstractContextManager[None]:
     """Make ``causal_lower_right(…)`` and its like without modes: they are tensors without content."""
     biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
     if biases is None or "__new__" in vars(biases.CausalBias):  # then torch has a constructor of its own
-        yield
-        return
-
-    def made(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        with _disable_current_modes():
-            return Tensor.__new__(kind, *args, **kwargs)
-
-    def remove() -> None:
-        if "__new__" in vars(biases.CausalBias):
-            del biases.CausalBias.__new__
-
-    with recording.undone(remove):
-        biases.CausalBias.__new__ = made
-        yield
+        return nullcontext()
+    return recording.replaced(biases.CausalBias, "__new__", _made)
 
 
 MADE_OUTSIDE_MODES = recording.SharedChange(_made_outside_modes)

@@ -456,7 +456,7 @@ def _after(step: _Step, tag: Weights, exact: bool) -> Weights:
     """Return the tag of weights after an operation; ``exact`` says whether it leaves the entries unchanged."""
     tags, name, others = step.tags, step.name, step.others
     sampled = tag.sampled or (name in _TIMES and _sampled(tags, others))
-    noise = (kept for t in others if (kept := tags.noise(t)) is not None) if name in _TIMES else iter(())
+    noise = (kept for t in others if (kept := tags.marked(t, "noise")) is not None) if name in _TIMES else iter(())
     kept = 1 - float(step.args[1]) if name == "native_dropout" else next(noise, None)  # dropout may be written out
     if kept is not None:
         return tag._replace(dropout=1 - (1 - tag.dropout) * kept, sampled=sampled)

@@ -163,9 +163,8 @@ class ScoreHistory:
             scores = self.softcap * torch.tanh(scores)
         if self.bias is not None:
             scores = scores + self.bias.expand(shape)[index]
-        return scores, torch.ones_like(scores, dtype=torch.bool) if self.allowed is None else self.allowed.expand(
-            shape
-        )[index]
+        allowed = self.allowed if self.allowed is not None else torch.ones((), dtype=torch.bool, device=q.device)
+        return scores, allowed.expand(shape)[index]
 
     def reach(self, index: tuple[Tensor, ...]) -> Tensor:
         """Return the largest |scale| · ‖q‖ · ‖k‖ of some rows, except NaN, to which their rounding is relative."""

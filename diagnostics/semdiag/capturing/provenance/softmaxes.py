@@ -1,7 +1,6 @@
 """Trace scores from the product of queries and keys to the softmax, and softmaxes until they meet values."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -56,7 +55,6 @@ class Softmaxes:
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
         self._open: list[Softmax] = []
-        self._inputs_in_use: Counter[int] = Counter()
         self._saved: dict[int, Tensor] = {}  # inputs that a softmax is about to overwrite
         self.offered: History | None = None
         self.masked = False
@@ -97,7 +95,6 @@ class Softmaxes:
         place = recorder.heads, recorder.module, not recorder.running
         softmax = Softmax(number, scores.detach(), axis, tag, history, *place)
         self._open.append(softmax)
-        self._inputs_in_use[address(scores)] += 1
         return softmax
 
     def before_write(
@@ -105,7 +102,7 @@ class Softmaxes:
     ) -> None:
         """Save what is still needed of tensors that an operation is about to overwrite."""
         self._saved = {}
-        noise = name == "mul_" and any(self._tags.noise(t) is not None for t in tensors(args[1:]))
+        noise = name == "mul_" and any(self._tags.marked(t, "noise") is not None for t in tensors(args[1:]))
         for tensor in written:
             storage = address(tensor)
             constant = all(map(self._tags.constant, given))
@@ -114,13 +111,10 @@ class Softmaxes:
             step = step and tensor.untyped_storage().data_ptr() in self._recorder.trained
             fixed = is_plain(tensor) and (step or all(map(self._tags.fixed, given)))
             known = self._tags.written(tensor, noise, fixed, constant)
-            if self._inputs_in_use.get(storage, 0) > 0:
-                for softmax in self._open:
-                    if not softmax.done and address(softmax.scores) == storage:
-                        with outside_all_modes(tensor.device.type):
-                            softmax.scores = softmax.scores.clone()
-                        self._inputs_in_use[address(softmax.scores)] += 1
-                self._inputs_in_use[storage] = 0
+            for softmax in self._open:
+                if not softmax.done and address(softmax.scores) == storage:
+                    with outside_all_modes(tensor.device.type):
+                        softmax.scores = softmax.scores.clone()
             if name in SOFTMAXES or (name in EXPONENTIALS and known):
                 source = _exponent(name, args)
                 if isinstance(source, Tensor) and address(source) == storage:
@@ -132,17 +126,14 @@ class Softmaxes:
         softmax.done = True
         if softmax.tag is not None:
             self.without.pop(softmax.tag.product.number, None)
-        self._inputs_in_use[address(softmax.scores)] -= 1
         softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # only its shape
         softmax.history = None
 
     def settle(self) -> None:
         """Note the outcome of every softmax, then forget all of them."""
         for softmax in self._open:
-            if softmax.reason is not None and not softmax.done:
-                self._recorder.skip("softmax", softmax.reason, softmax.module)
-            elif softmax.masked and not softmax.done:
-                self._recorder.skip("softmax", NO_VALUES, softmax.module)
+            if not softmax.done and (softmax.reason or softmax.masked):
+                self._recorder.skip("softmax", softmax.reason or NO_VALUES, softmax.module)
             elif softmax.done or softmax.axis is None or softmax.outside:
                 continue
             elif self._recorder.shared and not softmax.keys_fixed(softmax.axis):
@@ -153,7 +144,6 @@ class Softmaxes:
             self._recorder.skip(operation, NO_SOFTMAX, module)
         self._open.clear()
         self.without.clear()
-        self._inputs_in_use.clear()
 
 
 def _exponent(name: str, args: Sequence[object]) -> object:
@@ -227,9 +217,7 @@ def _einsum(args: Args) -> tuple[Tensor, Tensor, float, None] | None:
         return None
     batch, i, j = out[:-2], out[-2], out[-1]
     sides = (first, [*batch, i, *summed]), (second, [*batch, j, *summed])
-    if any(
-        sorted(letters) != sorted(axes) for letters, axes in sides
-    ):  # a further letter is summed in one operand
+    if any(sorted(letters) != sorted(axes) for letters, axes in sides):  # one operand is summed over a letter
         return None
     orders = [[letters.index(axis) for axis in axes] for letters, axes in sides]
     return operands[0].permute(orders[0]), operands[1].permute(orders[1]), 1.0, None
