@@ -142,10 +142,7 @@ def described(
     q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, *, scale: float | None = None, heads: int | None = None,
     full: Tensor | None = None, fused: bool = False, **others: Any,
 ) -> AttentionCall:  # fmt: skip
-    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk).
-
-    A constant that forbids a query all keys (``full``: those with the largest) swallows its scores.
-    """
+    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk)."""
     lead = mixed.shape[:-2]
     masks = {"allowed": None, "bias": None, "fully_masked": full if others.get("sinks") is None else None}
     for name, mask in (masks | others).items():

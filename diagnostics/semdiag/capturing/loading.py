@@ -375,11 +375,7 @@ class LoadedModel:
         )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
-        """Return tokens (N, L), labels (N,) and their origin, to measure on when the user names none.
-
-        These are the run's own held-out samples, regenerated from its seed; if the training data are unknown,
-        fresh samples of its task, drawn with ``seed``. A text may have fewer windows than ``samples``.
-        """
+        """Return tokens (N, L), labels (N,) and their origin: the run's held-out samples, else fresh ones."""
         config = self.encoder.config
         if self.training is not None:
             # The user cannot know a text's number of windows: a small text gives all of them.

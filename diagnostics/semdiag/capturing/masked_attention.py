@@ -96,11 +96,7 @@ def attended(choice: Choice, inputs: Inputs) -> Attended:
 
 
 def in_strips(choice: Choice, inputs: Inputs) -> Attended:
-    """Return the attention strip by strip.
-
-    Each strip computes its scores once: it chooses, normalises and sums values; the backward pass computes them
-    again. What is held is a strip's scores, and numbers for each row.
-    """
+    """Return the attention strip by strip: only a strip's scores are held, and the backward pass repeats them."""
     q = inputs[0]
     number = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
@@ -230,11 +226,7 @@ def _flex(dynamic: bool) -> Callable[..., Tensor]:
 
 
 def row_thresholds(choice: Choice) -> Thresholds:
-    """Return the scores that separate the k largest of each row from the others; of equal ones the first are kept.
-
-    A threshold lies halfway between the k-th and the next score, so that a score that is computed again in another
-    order falls on the same side unless the two are within rounding. Equal scores are told apart by their position.
-    """
+    """Return the scores halfway between each row's k-th and next one; positions tell equal ones apart."""
     call, most = choice.call, max(choice.counts)
     p, number = getattr(choice.rule, "p", None), None
     if p is None and call.q.is_cuda and kernels.refusal(call.q, None, most) is None:

@@ -116,17 +116,14 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
         else:
             with recorder.covering():
                 output = attend(module, query, key, value, *args, **kwargs)
-        try:
-            with recording.outside_all_modes(query.device.type):
-                if full is not None and kept is not None:
-                    if _ignored(full, kept, *output[:2]):
-                        recorder.skip(implementation, IGNORED, name)
-                        return output
-                    allowed = kept if full.allowed is None else kept & full.allowed
-                    full = replace(full, allowed=allowed, causal=False)  # a query without any key keeps none
-                _record(recorder, given, output[0], full)
-        except Exception as error:
-            recorder.failed(implementation, error, name)
+        with recorder.guarded(implementation, name), recording.outside_all_modes(query.device.type):
+            if full is not None and kept is not None:
+                if _ignored(full, kept, *output[:2]):
+                    recorder.skip(implementation, IGNORED, name)
+                    return output
+                allowed = kept if full.allowed is None else kept & full.allowed
+                full = replace(full, allowed=allowed, causal=False)  # a query without any key keeps none
+            _record(recorder, given, output[0], full)
         return output
 
     return attention
@@ -288,11 +285,7 @@ _MARKS = frozenset((
 
 
 def attends_by_interface(model: nn.Module) -> bool:
-    """Return whether a model of transformers can attend through the library's interface alone.
-
-    Then modes would see nothing more, and cost 20 µs per operation. It holds where all modules are the library's,
-    unchanged, or torch's plain ones, and no source of theirs names anything of which attention could be made.
-    """
+    """Return whether all modules are the library's, or plain, and no source names what makes attention."""
     if not hasattr(_interface(), "get_interface"):
         return False
     kinds: set[Any] = {type(part) for part in model.modules()}

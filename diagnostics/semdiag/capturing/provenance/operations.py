@@ -10,13 +10,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp import is_autocast_available
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from semdiag.capturing.adapters.fused import fused_call
@@ -26,7 +20,7 @@ from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS
 from semdiag.capturing.provenance.tags import Tags, tensors
 from semdiag.capturing.recording import NOTHING, Recorder, in_backward, is_plain, outside_all_modes, take_off
 
-MODES_SUPPORTED = hasattr(TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
+MODES_SUPPORTED = hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
 MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under dispatch modes
@@ -36,11 +30,11 @@ _HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_atte
 
 
 def run_as_written(
-    func: HigherOrderOperator, args: Args, kwargs: Kwargs, ours: type[TorchDispatchMode]
+    func: HigherOrderOperator, args: Args, kwargs: Kwargs, ours: type[dispatch.TorchDispatchMode]
 ) -> Callable[[], Any] | None:
     """Return a function that runs an operator's bodies in place: under all modes, with gradients."""
     name, kernel = func.__name__, func.py_kernels.get(_EXPLICIT)
-    stack = _get_current_dispatch_mode_stack()
+    stack = dispatch._get_current_dispatch_mode_stack()
     plain = all(is_plain(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     traced = not all(isinstance(mode, ours) for mode in stack) or torch._C._are_functorch_transforms_active()
     if kernel is None or isinstance(kernel, torch._C.DispatchKey) or traced or not plain:
@@ -60,26 +54,43 @@ def run_as_written(
 
     def run() -> Any:
         given, named = under_modes((args, kwargs), stack)
-        with _disable_current_modes():
+        with dispatch._disable_current_modes():
             return kernel(*given, **named)
 
     return run
 
 
-def register_mode(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> None:
+def register_mode(operator: HigherOrderOperator, mode: type[dispatch.TorchDispatchMode]) -> None:
     """Make a higher-order operator dispatch to a mode, for torch versions that do not ask the mode."""
     if not MODES_SUPPORTED and mode not in operator.python_key_table:
 
-        def rule(own: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+        def rule(own: dispatch.TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
             return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
 
         operator.py_impl(mode)(rule)
 
 
-def under_modes(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
+def under_modes(arguments: Any, modes: Sequence[dispatch.TorchDispatchMode]) -> Any:
     """Wrap the functions among a higher-order operator's arguments so that they run under ``modes``."""
-    no_body = Tensor | OpOverload | type
-    return tree_map(lambda x: _under(x, modes) if callable(x) and not isinstance(x, no_body) else x, arguments)
+
+    def wrapped(body: Any) -> Any:
+        if not callable(body) or isinstance(body, Tensor | OpOverload | type):
+            return body
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for mode in modes:
+                dispatch._push_mode(mode)
+            try:
+                return body(*args, **kwargs)
+            finally:
+                for _ in modes:
+                    dispatch._pop_mode()
+
+        if getattr(body, "_boxed_call", False):  # takes its operands as a list
+            run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return tree_map(wrapped, arguments)
 
 
 @cache
@@ -93,7 +104,7 @@ def _runs_once_more() -> bool:
         runs.append(x)
         return carry, carry + x
 
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
         generic_scan(body, [torch.zeros(1)], [torch.zeros(1, 1)])  # type: ignore[no-untyped-call]
     return len(runs) > 1
 
@@ -105,24 +116,9 @@ def _first_unseen(body: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         if next(runs, True):
             return body(*args)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             return body(*args)
 
-    return run
-
-
-def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for mode in modes:
-            _push_mode(mode)
-        try:
-            return body(*args, **kwargs)
-        finally:
-            for _ in modes:
-                _pop_mode()
-
-    if getattr(body, "_boxed_call", False):  # takes its operands as a list
-        run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -259,7 +255,7 @@ _SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
 _STORED = (torch.strided, torch.jagged)  # layouts in whose storage entries can be traced
 
 
-class OperationWatch(TorchDispatchMode):
+class OperationWatch(dispatch.TorchDispatchMode):
     """Traces softmaxes below Python, at torch's dispatcher."""
 
     supports_higher_order_operators = True
@@ -276,9 +272,7 @@ class OperationWatch(TorchDispatchMode):
         self._products = Products(recorder, self.tags, self.softmaxes)
         self.merged = MergedBlocks(recorder, self.tags)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run the operation and observe it."""
         kwargs = kwargs or {}
         recorder = self.recorder
@@ -297,10 +291,8 @@ class OperationWatch(TorchDispatchMode):
         finally:
             recorder.in_function = before
         if call is not None:
-            try:
+            with recorder.guarded(plan.name):
                 recorder.record(call)
-            except Exception as error:
-                recorder.failed(plan.name, error)
         return result
 
     def __exit__(self, *exception: Any) -> None:
@@ -334,7 +326,6 @@ class OperationWatch(TorchDispatchMode):
         return None
 
     def _attention_count(self) -> int:
-        """Return the number of attention operations captured or skipped so far."""
         audit = self.recorder.audit
         return audit.captured.total() + audit.skipped.total()
 

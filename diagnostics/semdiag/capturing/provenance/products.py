@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, four_axes
-from semdiag.capturing.provenance.score_history import ScoreHistory, lowest, scores_alone, with_full_rows_read
+from semdiag.capturing.provenance.score_history import ScoreHistory, lowest, scores_alone
 from semdiag.capturing.provenance.softmaxes import MECHANISM, Softmaxes, find_axis
 from semdiag.capturing.provenance.tags import (
     Axes,
@@ -221,8 +221,7 @@ class Products:
             history = scores_alone(s, v.shape[:-1])
         elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
             v = v[:, :, :1]
-        history, allowed, full = with_full_rows_read(history, s)
-        return history.call(v, mixed, allowed, heads, full), remark
+        return history.call(v, mixed, heads, s), remark
 
 
 class _UnfollowedError(Exception):
@@ -291,7 +290,7 @@ def _with_sink(
         allowed = allowed[..., keys]
         bias = bias.masked_fill(~allowed, 0)
     history = replace(history, bias=bias, allowed=allowed)
-    return replace(history.call(v, mixed, allowed, heads), sinks=by_head.flatten())
+    return replace(history.call(v, mixed, heads), sinks=by_head.flatten())
 
 
 def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
@@ -340,15 +339,15 @@ def _one_key_product(
 
 def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
     """Return why weights that met values are not captured; None if they can be."""
-    softmax, fixed = tag.softmax, tag.softmax.keys_fixed(axis)
-    one_key = constant and softmax.scores.shape[axis] == 1
+    fixed = tag.softmax.keys_fixed(axis)
     reasons = {
         "its weights were summed or averaged over rows or heads before they met values": tag.added_up,
-        OUTSIDE: softmax.outside,
+        OUTSIDE: tag.softmax.outside,
         "its values meet only a part of its weights": not whole,
         "its scores are not followed to a product of queries and keys": fixed is None,
         "its keys are parameters (a codebook, a router, learned keys), not made of the input": fixed,
-        "it has one key, and its values cannot be told from other factors of its weights": one_key,
+        "it has one key, and its values cannot be told from other factors of its weights": constant
+        and tag.softmax.scores.shape[axis] == 1,
         "its values are parameters, not made of the input": constant,
         "something is added to its values in the same operation": added,
         "its values are single numbers, and only one row is computed": numbers,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from semdiag.capturing.attention_call import Args, Kwargs
-from semdiag.capturing.provenance.score_history import (
-    ScoreHistory,
-    UntraceableError,
-    scores_alone,
-    with_full_rows_read,
-)
+from semdiag.capturing.provenance.score_history import ScoreHistory, UntraceableError, scores_alone
 from semdiag.capturing.provenance.tags import (
     Axes,
     AxisPiece,
@@ -270,8 +264,7 @@ class SoftmaxProvenance:
             usual = history if order == sorted(order) else None
             read = scores_alone(s, (*s.shape[:-2], s.shape[-1])) if usual is None else usual.split(s)
             heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
-            read, allowed, full = with_full_rows_read(read, s)
-            call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), allowed, heads, full)
+            call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), heads, s)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
             return args, kwargs, scores.shape[-1] > 1
@@ -294,7 +287,7 @@ class SoftmaxProvenance:
 
     def follow(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Observe an operation that has just run: it makes scores, or changes them, or ends their history."""
-        with suppress(UntraceableError):
+        try:
             if name in _PRODUCTS:
                 self._product(name, args, kwargs, result)
                 return
@@ -305,6 +298,11 @@ class SoftmaxProvenance:
                 self._scores.pop(target, None)
                 with outside_all_modes(tensor.device.type):
                     self._keep(target, _changed(history, tensor, name, args, kwargs, target), stamps[:-1])
+        except UntraceableError:
+            return
+        except Exception:
+            self._scores.clear()  # they may be out of date
+            raise
 
     def _keep(self, tensor: Tensor, history: ScoreHistory, stamps: list[tuple[Tensor, int]]) -> None:
         made = [x for x in (history.q, history.k, history.bias, history.allowed) if x is not None]
