@@ -142,10 +142,7 @@ def described(
     q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, *, scale: float | None = None, heads: int | None = None,
     full: Tensor | None = None, fused: bool = False, **others: Any,
 ) -> AttentionCall:  # fmt: skip
-    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk).
-
-    A constant that forbids a query all keys (``full``: those with the largest) swallows its scores.
-    """
+    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk)."""
     lead = mixed.shape[:-2]
     masks = {"allowed": None, "bias": None, "fully_masked": full if others.get("sinks") is None else None}
     for name, mask in (masks | others).items():
@@ -172,7 +169,6 @@ BOUNDED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "f
 SCORED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "largest"))
 # These kinds look for the largest scores by hashes or clusters, without computing all.
 APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.keeps in ("hashed", "clustered"))
-CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
 # An external model was not made by semdiag_models or the paper's code: only its attention is known.
 EXTERNAL_SOURCES = ("hugging face", "factory", "module")
 

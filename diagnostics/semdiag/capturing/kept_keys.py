@@ -82,13 +82,11 @@ class Tiles:
             scores = choice.scores(strip) if exact else like.new_zeros(size)
             scores, order = scores.masked_fill_(~allowed, -torch.inf), choice.order(strip)
             numbers = self.of_queries.expand(batch, -1)[b, strip.queries]
-            part = TileSums(*(x[b, h] for x in vars(sums).values()))
-            part.add_(
-                call_strips.ordered(scores, order),
-                numbers,
-                self.block,
+            part, sinks = (
+                TileSums(*(x[b, h] for x in vars(sums).values())),
                 None if call.sinks is None else call.sinks[h],
             )
+            part.add_(call_strips.ordered(scores, order), numbers, self.block, sinks)
         return sums
 
     @property
@@ -208,9 +206,7 @@ class Choice:
                 raise _unknown(call, "sinks", "its first keys are hidden, by padding or by a window of its own")
             self.sinks = real & (real.cumsum(-1) <= rule.sinks)
         if rule.window:
-            if not (
-                reach.in_step or call_strips.is_square(call)
-            ):  # then query i is not the token at first_query + i
+            if not (reach.in_step or call_strips.is_square(call)):  # query i is not the token at first_query + i
                 raise _unknown(call, "a window", "its queries and keys are different tokens, or follow a cache")
             half = rule.window // 2 if isinstance(rule, TopK) and rule.centred and reach.later else None
             self.near = (rule.window - 1,) * 2 if half is None else (half, rule.window - 1 - half)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from semdiag.capturing import paper_code, pretrained
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES
+from semdiag.capturing.batches import whole_number
+from semdiag.capturing.recording import replaced
 from semdiag.capturing.rules import TopK
 from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, weights_sha256
 from semdiag_models.checkpoint import FORMAT, checkpoint_of, is_checkpoint, read_hashed
@@ -30,9 +32,7 @@ class Weights:
 
     def __init__(self) -> None:
         self.unexpected: list[str] = []  # names of weights that no module took
-        self._missed: dict[
-            Place, float
-        ] = {}  # parameters without weights; a sum shows whether they are written later
+        self._missed: dict[Place, float] = {}  # parameters without weights, with a sum that shows later writes
         self._loaded: set[Place] = set()
         self._modules: list[nn.Module] = []  # keeps modules alive, so that no id is reused
 
@@ -85,19 +85,16 @@ def _place(module: nn.Module, name: str) -> Place:
 @contextmanager
 def watched_weights() -> Iterator[Weights]:
     """Watch every ``load_state_dict`` in the context."""
-    weights, original = Weights(), nn.Module.load_state_dict
+    weights = Weights()
 
-    def load(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(original: Any, module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         names = {str(name) for name in state_dict}
-        result = original(self, state_dict, *args, **kwargs)
-        weights.add(self, names, list(result.missing_keys), list(result.unexpected_keys))
+        result = original(module, state_dict, *args, **kwargs)
+        weights.add(module, names, list(result.missing_keys), list(result.unexpected_keys))
         return result
 
-    nn.Module.load_state_dict = load  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "load_state_dict", load):
         yield weights
-    finally:
-        nn.Module.load_state_dict = original  # type: ignore[method-assign]
 
 
 _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -189,28 +186,24 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
         raise InputError(
             f"{path} is not a budget: semdiag k-sweep MODEL --rerun --budget FILE.json writes one ({SCHEMA})."
         )
-    budgets = content.get("budgets")
-    wanted = content.get("default") if name is None else name
+    budgets, wanted = content.get("budgets"), content.get("default") if name is None else name
     if not isinstance(budgets, dict) or not budgets:
         raise InputError(f"{path} holds no budget.")
     budget = budgets.get(wanted) if isinstance(wanted, str) else None
     if not isinstance(budget, dict):
         raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
     try:
-        block, layers = _whole(budget["block"]), budget["layers"]
-        rules = [TopK(tuple(map(_whole, layer["k"])), block=block) for layer in layers]
-        places = [(str(layer["module"]), _whole(layer["occurrence"])) for layer in layers]
-        return dict(zip(places, rules, strict=True))
+        block = whole_number(budget["block"], "block")
+        return {
+            (str(layer["module"]), whole_number(layer["occurrence"], "occurrence")): TopK(
+                tuple(whole_number(k, "k") for k in layer["k"]), block=block
+            )
+            for layer in budget["layers"]
+        }
     except (KeyError, TypeError, ValueError):
         raise InputError(
             f"{path}: a budget has a block and layers, each with module, occurrence and k, one number a head."
         ) from None
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError
-    return value
 
 
 OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
@@ -382,11 +375,7 @@ class LoadedModel:
         )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
-        """Return tokens (N, L), labels (N,) and their origin, to measure on when the user names none.
-
-        These are the run's own held-out samples, regenerated from its seed; if the training data are unknown,
-        fresh samples of its task, drawn with ``seed``. A text may have fewer windows than ``samples``.
-        """
+        """Return tokens (N, L), labels (N,) and their origin: the run's held-out samples, else fresh ones."""
         config = self.encoder.config
         if self.training is not None:
             # The user cannot know a text's number of windows: a small text gives all of them.

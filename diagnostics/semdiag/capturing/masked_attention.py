@@ -3,11 +3,13 @@
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,19 +59,15 @@ def check_memory(call: AttentionCall) -> None:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the free memory of a device in bytes; infinite if nothing tells."""
+    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
-    free = [float("inf")]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        free += [] if limit == "max" else [float(limit) - float(used)]
-    except (OSError, ValueError):
-        pass
-    return min(free)
+    free = float(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no cgroup, or no limit
+        limit, used = (float(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 def out_of_memory(error: Exception) -> str:
@@ -98,11 +96,7 @@ def attended(choice: Choice, inputs: Inputs) -> Attended:
 
 
 def in_strips(choice: Choice, inputs: Inputs) -> Attended:
-    """Return the attention strip by strip.
-
-    Each strip computes its scores once: it chooses, normalises and sums values; the backward pass computes them
-    again. What is held is a strip's scores, and numbers for each row.
-    """
+    """Return the attention strip by strip: only a strip's scores are held, and the backward pass repeats them."""
     q = inputs[0]
     number = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
@@ -232,11 +226,7 @@ def _flex(dynamic: bool) -> Callable[..., Tensor]:
 
 
 def row_thresholds(choice: Choice) -> Thresholds:
-    """Return the scores that separate the k largest of each row from the others; of equal ones the first are kept.
-
-    A threshold lies halfway between the k-th and the next score, so that a score that is computed again in another
-    order falls on the same side unless the two are within rounding. Equal scores are told apart by their position.
-    """
+    """Return the scores halfway between each row's k-th and next one; positions tell equal ones apart."""
     call, most = choice.call, max(choice.counts)
     p, number = getattr(choice.rule, "p", None), None
     if p is None and call.q.is_cuda and kernels.refusal(call.q, None, most) is None:

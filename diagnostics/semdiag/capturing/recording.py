@@ -18,11 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import is_autocast_available
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils import _python_dispatch as dispatch
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import NUMBERS_DIFFER, Audit, Captured, Remark, Skipped, bare_blocks, failure, remarks
@@ -273,11 +269,15 @@ class Recorder(threading.local):
         with self._watched.lock:
             self.audit.skipped[Skipped(self.module if module is None else module, operation, reason)] += 1
 
-    def failed(self, operation: str, error: Exception, module: str | None = None) -> None:
-        """Note a failure of the watch itself, which is no reason to stop the model."""
-        if error is self._watched.failure:
-            raise error
-        self.skip(operation, failure(error), module)
+    @contextmanager
+    def guarded(self, operation: str, module: str | None = None) -> Iterator[None]:
+        """Note a failure of the watch itself in the context, which is no reason to stop the model."""
+        try:
+            yield
+        except Exception as error:
+            if error is self._watched.failure:
+                raise
+            self.skip(operation, failure(error), module)
 
 
 def runs_masked(model: nn.Module) -> bool:
@@ -290,7 +290,7 @@ def outside_all_modes(device: str) -> Iterator[None]:
     """Run, in the context, without gradient, autocast, and anyone's function or dispatch modes."""
     cast = is_autocast_available(device) and torch.is_autocast_enabled(device)
     plain = torch.autocast(device, enabled=False) if cast else contextlib.nullcontext()
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(), plain:
+    with torch._C.DisableTorchFunction(), dispatch._disable_current_modes(), torch.no_grad(), plain:
         yield
 
 
@@ -397,13 +397,13 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
 
 
 def _kind(mode: object) -> Any:
-    return TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
+    return TorchFunctionMode if isinstance(mode, TorchFunctionMode) else dispatch.TorchDispatchMode
 
 
 def modes_here() -> list[Any]:
     """Return the function and dispatch modes of this thread, each from the lowest on."""
     functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [*functions, *_get_current_dispatch_mode_stack()]
+    return [*functions, *dispatch._get_current_dispatch_mode_stack()]
 
 
 def put_on(mode: object) -> None:
@@ -443,19 +443,13 @@ def _restack(kind: Any, wanted: list[Any]) -> None:
 def without_modes() -> Iterator[None]:
     """Run, inside, without the modes of this thread; those that something leaves there are taken off."""
     before = modes_here()
-
-    def take_off_all() -> None:
-        for mode in reversed(modes_here()):
-            _kind(mode).__exit__(mode, None, None, None)
-
     try:
-        take_off_all()
+        for kind in (TorchFunctionMode, dispatch.TorchDispatchMode):
+            _restack(kind, [])
         yield
     finally:
-        if modes_here() != before:
-            take_off_all()
-            for mode in before:
-                put_on(mode)
+        for kind in (TorchFunctionMode, dispatch.TorchDispatchMode):
+            _restack(kind, [mode for mode in before if _kind(mode) is kind])
 
 
 Entered = Callable[[], AbstractContextManager[None]]
@@ -514,9 +508,11 @@ def _started(start: Callable[..., Any], thread: threading.Thread) -> Any:
     return start(thread)
 
 
-def _given(
-    method: Callable[..., Any], pool: object, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _begun(start: Callable[..., Any], run: Callable[..., Any], *args: Any) -> Any:
+    return start(_carried(run), *args)
+
+
+def _given(method: Any, pool: object, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return method(pool, _carried(function), *args, **kwargs)
 
 
@@ -526,9 +522,7 @@ def _starts() -> Iterator[None]:
     pools = ((ThreadPoolExecutor, "submit"), *((ThreadPool, name) for name in _GIVING))
     with undone() as stack:
         stack.enter_context(replaced(threading.Thread, "start", _started))
-        stack.enter_context(
-            replaced(_thread, "start_new_thread", lambda start, run, *args: start(_carried(run), *args))
-        )
+        stack.enter_context(replaced(_thread, "start_new_thread", _begun))
         for owner, name in pools:
             stack.enter_context(replaced(owner, name, _given))
         yield

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from semdiag.capturing import masked_attention
 from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
@@ -20,14 +21,7 @@ from semdiag.capturing.audit import Audit, Remark, Skipped
 from semdiag.capturing.call_strips import counted, narrowed, number_of_keys
 from semdiag.capturing.kept_keys import SharedChoices, all_kept
 from semdiag.capturing.loading import imported_function, recognised
-from semdiag.capturing.masked_attention import (
-    FAILED,
-    as_computed,
-    attended,
-    check_memory,
-    out_of_memory,
-    why_dense,
-)
+from semdiag.capturing.masked_attention import as_computed, attended, out_of_memory, why_dense
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
@@ -155,12 +149,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     choice of keys has none. Nothing is left behind. :func:`semdiag.capture` and :class:`semdiag.Monitor`, opened
     around or inside this context, see what the masked model attends to.
 
-    Cost: fused attention is replaced by one that holds no mask: strips of rows, whose scores are computed once; a
-    window computes only the keys near it. On a GPU, from 512 queries, top-k and top-p masks, windows and sinks run
-    in torch's FlexAttention with a threshold for each row, halfway between the last kept and the first dropped
-    score (the audit counts rows where the two are within rounding), and blocks and tiles with a table of blocks.
-    Where another watch has to see the mask, a bias is learned, weights are dropped at random, or attention is
-    written by hand, the mask is a tensor of B · H · Lq · Lk bytes.
+    Cost: see docs/performance.md. Fused attention is replaced by one that holds no mask; where another watch has
+    to see the mask, a bias is learned, weights are dropped at random, or attention is written by hand, the mask is
+    a tensor of B · H · Lq · Lk bytes. On a GPU the audit counts rows in which rounding could change the choice.
 
     Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
     Efficient Streaming Language Models with Attention Sinks. Deviation: none.
@@ -223,7 +214,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         elif not choice.whole:
             if reason is not None:
                 masked.audit.remarks[Remark(call.module, f"its mask is a tensor of queries × keys: {reason}")] += 1
-            check_memory(call)
+            masked_attention.check_memory(call)
             with outside_all_modes(call.q.device.type):
                 if (chosen := all_kept(choice)) is not None:
                     output, number = chosen[0], counted(narrowed(chosen[0]))
@@ -271,7 +262,7 @@ def _note_rounding(masked: Masked) -> None:
             "there, the threshold may have kept the other one"
         )
         masked.audit.remarks[Remark("", text)] += 1
-    for reason in FAILED[1:]:
+    for reason in masked_attention.FAILED[1:]:
         masked.audit.remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
 
 

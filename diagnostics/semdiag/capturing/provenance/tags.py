@@ -26,7 +26,8 @@ class AxisPiece(NamedTuple):
     step: int  # stride along that axis between neighbouring entries; 0 if entries were selected or reordered
 
 
-Axes = tuple[tuple[AxisPiece, ...], ...]  # pieces of each axis of a tensor, the slowest first
+Axis = tuple[AxisPiece, ...]  # the slowest first
+Axes = tuple[Axis, ...]  # pieces of each axis of a tensor
 Given = Sequence[tuple[int, ...]]  # shapes of the first inputs of the running modules, the innermost last
 
 
@@ -74,9 +75,7 @@ def read_axes(
     roles = pool[0]
     if not rows and len(roles.lead) > 2:
         return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
-    several = (
-        len({min(ones) if r.query in ones else r.query for r in pool}) > 1
-    )  # all axes of length 1 count as one
+    several = len({min(ones) if r.query in ones else r.query for r in pool}) > 1  # those of length 1 are one
     # Heads of one query, or queries with keys of their own; or fewer or more queries than keys.
     unsure = roles.query is None and len(roles.lead) == 2
     unsure |= not same and roles.query != candidates[0].query
@@ -195,11 +194,6 @@ def selected(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | 
     )
 
 
-def entries(pieces: Sequence[AxisPiece]) -> int:
-    """Return the total number of entries of the pieces."""
-    return math.prod(piece.size for piece in pieces)
-
-
 History = tuple[ScoreHistory, Callable[[], bool]]
 
 
@@ -315,15 +309,12 @@ class Weights(NamedTuple):
 class _Store:
     """Tags of one storage. They belong to tensors in it, identified by their geometry."""
 
-    __slots__ = ("fixed", "marks", "noise", "ref", "scores", "weights")
-
     def __init__(self, tensor: Tensor) -> None:
         self.ref: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # also prevents reuse of its address
         self.scores: dict[Any, Scores] = {}
         self.weights: dict[Any, Weights] = {}
         self.fixed = False
-        self.noise: float | None = None
-        self.marks: dict[str, str] = {}
+        self.marks: dict[str, Any] = {}  # modules, or of noise the probability that it keeps an entry
 
 
 class Tags:
@@ -348,8 +339,7 @@ class Tags:
         store = self._stores.get(address(tensor))
         if store is None or not (store.scores or store.weights):
             return None, None
-        key = _geometry(tensor)
-        return store.scores.get(key), store.weights.get(key)
+        return store.scores.get(key := _geometry(tensor)), store.weights.get(key)
 
     def scores(self, tensor: Tensor) -> Scores | None:
         """Return a tensor's tag as scores; None if it came from no product."""
@@ -358,11 +348,6 @@ class Tags:
     def weights(self, tensor: Tensor) -> Weights | None:
         """Return a tensor's tag as weights; None if it came from no softmax."""
         return self.of(tensor)[1]
-
-    def noise(self, tensor: Tensor) -> float | None:
-        """Return the probability with which a noise tensor keeps entries; None if it is no noise."""
-        store = self._stores.get(address(tensor))
-        return None if store is None else store.noise
 
     def fixed(self, tensor: Tensor) -> bool:
         """Return whether a tensor is computed from parameters alone, without products."""
@@ -400,12 +385,12 @@ class Tags:
     def tag_noise(self, tensor: Tensor, kept: float) -> None:
         """Tag a tensor as pure noise, with the probability that an entry is kept."""
         store, key = self._store(tensor), _geometry(tensor)
-        store.noise = kept
+        store.marks["noise"] = kept
         store.scores.pop(key, None)
         store.weights.pop(key, None)
 
-    def marked(self, tensor: Tensor, kind: str) -> str | None:
-        """Return the module that a mark of this kind on the tensor's storage names; None if there is none."""
+    def marked(self, tensor: Tensor, kind: str) -> Any:
+        """Return the value of a mark of this kind on the tensor's storage; None if there is none."""
         store = self._stores.get(address(tensor))
         return None if store is None else store.marks.get(kind)
 
