@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -18,7 +17,7 @@ import pandas as pd
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.pretrained import first_line
 from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_columns, head_key, quantities_among
-from semdiag.measuring.table import csv_text, from_csv_text, read_parquet, with_new_names
+from semdiag.measuring.table import csv_text, from_csv_text, read_parquet
 from semdiag.measuring.words import counted
 from semdiag_models import InputError
 from semdiag_models.reading import RunLock, open_file, visible
@@ -478,9 +477,6 @@ def _append(path: Path, table: pd.DataFrame) -> None:
             raise
 
 
-_OLDER = {r"mass(_k\d+)": r"weight_kept\1", "first_key": "first_weight"}  # columns of the version before
-
-
 def _read(path: Path, columns: list[str]) -> pd.DataFrame:
     torn = 0
     try:
@@ -496,7 +492,6 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
             table = read_parquet(path)
     except (OSError, ValueError, OverflowError) as error:  # pandas 3.0 reads no whole number of 400 digits
         raise InputError(f"{path} cannot be continued ({first_line(error)}). Name a new file.") from None
-    table = with_new_names(table, _OLDER)
     if list(table) != columns:
         raise InputError(
             f"{path} cannot be continued: its columns are {', '.join(map(str, table))[:200]}, "
@@ -521,14 +516,12 @@ def read_heads(path: Path) -> pd.DataFrame:
                 table = from_csv_text(file.read())
         else:
             table = read_parquet(heads)
-        table = with_new_names(table, _OLDER)
         if missing := [name for name in head_columns(()) if name not in table]:
             raise InputError(f"{heads} is not a monitor's table of heads: it lacks the column {missing[0]}.")
         places = ["step", "layer", "head", "occurrence"]
         numbers = [*places, *quantities_among(map(str, table))]
         table[numbers] = table[numbers].apply(pd.to_numeric)
-        alarms = [alarm if isinstance(alarm, str) else "" for alarm in table["alarm"]]
-        table["alarm"] = [re.sub(r"\bfirst_key:", "first_weight:", alarm) for alarm in alarms]
+        table["alarm"] = [alarm if isinstance(alarm, str) else "" for alarm in table["alarm"]]
         whole = dict.fromkeys(places, "int64") | dict.fromkeys(numbers[len(places) :], "float64")
         return table.dropna(subset=places).astype(whole)
     except InputError:
