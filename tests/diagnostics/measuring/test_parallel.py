@@ -79,7 +79,7 @@ def test_two_processes_find_the_same_numbers(tiny_runs):
 def test_what_auto_means_is_decided_by_all_models_and_not_by_each(tiny_runs):
     workers = Here()
     survey([tiny_runs.full, tiny_runs.topk], replace(CONDITIONS, dtype="auto"), elsewhere=apart(workers, []))
-    assert {order.conditions.dtype for order in workers.orders} == {"float64"}
+    assert {order[1].dtype for order in workers.orders} == {"float64"}
 
 
 def test_inputs_that_do_not_suit_are_refused_in_one_line(tiny_runs, tmp_path):
