@@ -338,7 +338,9 @@ class Conditions:
         for plan in self.plans:
             if type(plan) not in probes():
                 raise TypeError(f"Plans must be {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
-        kinds = [type(plan).__name__ for plan in self.plans]  # a later plan's tables would replace an earlier one's
+        kinds = [
+            type(plan).__name__ for plan in self.plans
+        ]  # a later plan's tables would replace an earlier one's
         if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
             raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
 
