@@ -82,7 +82,7 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
 
 def _block(encoder: Encoder, layer: int, traces: InputTraces) -> BlockForms:
     weights, trace = block_weights(encoder, layer), traces.layers[layer]
-    norms = [_normalisation(std) for std in (trace.attention_std, trace.mlp_std)]
+    norms = [normalisation_lipschitz(std[:, None]) for std in (trace.attention_std, trace.mlp_std)]
     sound = BlockConstants(
         attention=_attention(weights, trace),
         mlp=MlpConstants(
@@ -154,13 +154,6 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
         mlp_norm=torch.as_tensor(sound.mlp_norm).max(),
         assumptions=(*sound.assumptions, *unmet),
     )
-
-
-def _normalisation(std: Tensor) -> Tensor:
-    """Return λ_LN of each sample; +inf if a token's entries are all equal and eps is 0."""
-    constant = ~(std > 0)
-    lipschitz = normalisation_lipschitz(torch.where(constant, 1.0, std)[:, None])
-    return torch.where(constant, math.inf, lipschitz)
 
 
 def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
