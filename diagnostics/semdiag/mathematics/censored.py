@@ -26,10 +26,9 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
     """Return the median of draws that may be censored, with an interval from order statistics.
 
     The r-th smallest and the r-th largest of n draws enclose the median with probability 1 − 2 P(Binomial(n, ½) <
-    r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1. The largest r that reaches the
-    confidence is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the
-    low values (``-inf`` if unknown) and the upper end from the high ones, which equal the low ones where the draw
-    is a number. Without a draw, and for an empty range, there is a ValueError.
+    r), whatever the distribution: 50% for n = 2, 94% for 5 with r = 1. The largest r that reaches the confidence
+    is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the low values
+    and the upper end from the high ones. No draw, and an empty range, are a ValueError.
 
     Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
 
@@ -45,8 +44,7 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
         raise ValueError("The low value of a draw must not be above its high value.")
     below, above = sorted(lows), sorted(highs)
     ranks = [r for r in range(1, n // 2 + 1) if _coverage(n, r) >= confidence]
-    rank = max(ranks, default=1)
-    many = n > 1
+    rank, many = max(ranks, default=1), n > 1
     return MedianInterval(
         count=n,
         low=median(below),
@@ -73,10 +71,8 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
         raise ValueError("There is no median without runs.")
     if not any(arrived):
         return math.inf
-    censored = ~np.asarray(arrived, dtype=bool)
-    share = scipy.stats.ecdf(
-        scipy.stats.CensoredData.right_censored(np.asarray(durations, dtype=float), censored)
-    ).cdf
+    times, censored = np.asarray(durations, dtype=float), ~np.asarray(arrived, dtype=bool)
+    share = scipy.stats.ecdf(scipy.stats.CensoredData.right_censored(times, censored)).cdf
     there = share.quantiles[share.probabilities >= 0.5 - 1e-12]
     return float(there[0]) if len(there) else math.inf
 

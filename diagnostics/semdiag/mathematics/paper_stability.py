@@ -19,9 +19,8 @@ def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 
     Arguments and errors as of :func:`~semdiag.mathematics.softmax_stability.fixed_mask_stability`.
 
-    Source: paper, the ξ of standard and of input-agnostic sparse attention
-    (docs/theory.md#paper-stability). Deviation: none. Below :func:`paper_form_threshold` it is too small for an
-    ℓ1 constant (docs/theory.md#where-the-paper-form-fails), which the returned assumption says.
+    Source: paper, ξ of standard and input-agnostic attention (docs/theory.md#paper-stability). Deviation: none.
+    Below :func:`paper_form_threshold` it is too small for an ℓ1 constant, which the returned assumption says.
 
     Example:
         >>> bound = paper_fixed_mask_stability([1.0, 90.0], 40)
@@ -68,8 +67,7 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
 def paper_form_threshold(keys: Real) -> Tensor:
     """Return the dispersion in nats below which some pairs of rows of n ≥ 1 keys exceed e^δ/n.
 
-    The largest δ with e^δ/n < ξ*(δ, n), which is e^δ < sqrt(2n(n − 1)) − (n − 1); 0 for n ≤ 2, where the paper's
-    form is never exceeded. n < 1 is a ValueError.
+    The largest δ with e^δ/n < ξ*(δ, n): e^δ < sqrt(2n(n − 1)) − (n − 1); 0 for n ≤ 2. ValueError if n < 1.
 
     Source: docs/theory.md#where-the-paper-form-fails. Deviation: not in the paper.
 
@@ -89,14 +87,10 @@ def _not_below(log_paper: Tensor, log_sound: Tensor) -> Assumption:
     """Return the assumption that the paper's constant is at least the sound one, as an upper bound must be."""
     below = ~(log_paper >= log_sound - 1e-12)
     ratio = torch.where(below, log_sound - log_paper, 0.0).exp()
-    return Assumption(
-        "the paper's form is not below the sound form (as an ℓ1 constant)",
-        {
-            "rows below the sound form": int(below.sum()),
-            "sound over paper, at most": ratio.max().item() if ratio.numel() else math.nan,
-        },
-        holds=not bool(below.any()),
-    )
+    most = ratio.max().item() if ratio.numel() else math.nan
+    numbers = {"rows below the sound form": int(below.sum()), "sound over paper, at most": most}
+    statement = "the paper's form is not below the sound form (as an ℓ1 constant)"
+    return Assumption(statement, numbers, holds=not bool(below.any()))
 
 
 _MOST = 2**19  # numbers of truncated outputs held at a time, to fit the CPU cache
@@ -128,8 +122,8 @@ def truncations(
     """Return the change of each query's output if the query keeps its k largest scores, for each k of ``ks``.
 
     o(k) − o = τ (μ_kept − μ_dropped), with τ the dropped weight, and μ the weighted means of the values over kept
-    and dropped keys. A sink counts as a kept key of value 0. Where a row has at most k keys, nothing is dropped,
-    and the change is rounding; NaN for rows without keys.
+    and dropped keys. A sink counts as a kept key of value 0. Where a row has at most k keys, the change is
+    rounding; NaN for rows without keys.
 
     Source: docs/theory.md#truncation; not in the paper. Deviation: computed as the equal μ_kept − o.
 

@@ -135,7 +135,6 @@ def _with_sinks(statistics: dict[str, Tensor], sinks: Tensor) -> dict[str, Tenso
 
 
 def _nan_where(condition: Tensor, values: Tensor) -> Tensor:
-    """Return the values with NaN where the condition holds."""
     return values.masked_fill(condition, torch.nan)
 
 
@@ -150,9 +149,8 @@ class RowStatistics:
     A_i are the keys that query i may attend to, S_i the keys that it attends to. Scores are in nats.
 
     With an attention sink s_h, the softmax has a further outcome, with score s_h and no value. It is not a key:
-    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. The softmax includes it, and so do logsumexps, entropy
-    and weights; the keys' weights sum to less than 1. The bounds ξ stay valid, because a sink makes weights
-    smaller.
+    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. Logsumexps, entropy and weights include it: the keys'
+    weights sum to less than 1. The bounds ξ stay valid.
 
     Attributes:
         keys: int64, n_i = |A_i|.
@@ -194,18 +192,10 @@ class RowStatistics:
     def dispersion(self, k: int | None = None) -> Tensor:
         """Return the semantic dispersion δ: the range of the scores that a query attends to.
 
-        δ(i) = max_{S_i} z - min_{S_i} z. With k, each query keeps its k largest scores instead of S_i.
+        δ(i) = max_{S_i} z - min_{S_i} z, (B, H, Lq), ≥ 0, nats; NaN for a row without keys. With k, 1 … K, each
+        query keeps its k largest scores instead of S_i; another k is a ValueError.
 
         Source: paper, eq. 19. Deviation: none.
-
-        Args:
-            k: number of kept heavy hitters, 1 … K; None for the model's own S_i.
-
-        Returns:
-            (B, H, Lq), ≥ 0, nats; NaN for a row without keys.
-
-        Raises:
-            ValueError: if k exceeds K.
         """
         if k is None:
             return _nan_where(self.kept == 0, self.kept_maximum - self.kept_minimum)
@@ -282,9 +272,8 @@ def row_statistics(
     """Return the statistics of every query's scores z, in one pass and in strips of two million scores.
 
     z_ij = scale · q_i · k_j; z_ij ← softcap · tanh(z_ij / softcap); z_ij ← z_ij + bias_ij.
-    Nothing of size Lq × Lk is held; an accelerator's strips are eight times as large.
-    Half precision is scored in float32, also under autocast; no gradient is recorded. Among equal scores, the
-    lower key position ranks first, in every strip and for every k.
+    Nothing of size Lq × Lk is held. Half precision is scored in float32, also under autocast; no gradient is
+    recorded. Among equal scores, the lower key position ranks first.
 
     Source: paper, Def. 3 and eqs. 19, 22. Deviation: none.
 
@@ -299,8 +288,7 @@ def row_statistics(
         bias: term added to the scores, broadcastable to (B, H, Lq, Lk), finite, nats; None means none.
         softcap: limit of the scores before the bias; None means none.
         sinks: (H,) a further logit per head in the softmax's denominator; None means none.
-        causal: whether query i may only attend to keys j ≤ first_query + i, in addition to ``allowed``. Strips
-            then skip the keys after their last query.
+        causal: whether query i may only attend to keys j ≤ first_query + i, in addition to ``allowed``.
         first_query: position of query 0 among the keys.
         places: (B, H, R) int64, positions of the queries to look at in every head, -1 for none; the statistics
             then have R queries, and loads count only these. None means all queries, in order.
@@ -390,11 +378,9 @@ def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | N
 def _check_shapes(q: Tensor, k: Tensor, top: int) -> None:
     if top < 0:
         raise ValueError(f"top must not be negative. Got top={top}.")
+    got = f"Got {tuple(q.shape)}, {tuple(k.shape)}."
     grouped = q.ndim == k.ndim == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not grouped or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q and k must agree in batch, width and heads (those of k may be a divisor). "
-            f"Got {tuple(q.shape)}, {tuple(k.shape)}."
-        )
+        raise ValueError(f"q and k must agree in batch, width and heads (those of k may be a divisor). {got}")
     if not (q.numel() and k.numel()):
-        raise ValueError(f"There must be at least one query and one key. Got {tuple(q.shape)}, {tuple(k.shape)}.")
+        raise ValueError(f"There must be at least one query and one key. {got}")

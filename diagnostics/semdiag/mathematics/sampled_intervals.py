@@ -16,8 +16,7 @@ def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.G
 
     m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n positions form a
     circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are drawn from each (one
-    from the last, if m is odd). So no query is drawn twice, and by symmetry every query has probability count /
-    of: plain means and percentiles of the draws estimate those of all queries, whatever the lengths. Columns 2s
+    from the last, if m is odd). No query is drawn twice, and every query has probability count / of. Columns 2s
     and 2s + 1 belong to stratum s; -1 (at the end) if a head has one fewer; at least one column. The generator
     gives 3 + ⌊n · count / of⌋ numbers per head.
 
@@ -77,12 +76,10 @@ def sampled_estimates(
         these sequences:   (1 - share) Σ over strata of 2 Σ e_i² - (Σ e_i)², two draws in each
         such sequences:    (c-1)/c Σ over sequences of (Σ e_i / (1 - w))², c sequences (clusters)
 
-    where w is the sequence's share of the draws. (A draw that is left out, for instance with too few keys, has
-    residual 0.) Σ e_i / (1 - w) is the change from leaving out the whole sequence: the second formula is the
-    jackknife of a mean over sequences of unequal length. A long sequence pulls the mean towards itself, so its
-    residuals are too small by 1 - w. For equal lengths it is c/(c-1) Σ (Σ e_i)². Student's degrees of freedom are
-    Satterthwaite's: if sequences differ only in their levels, with equal variance, their changes have covariances
-    proportional to
+    where w is the sequence's share of the draws (a draw that is left out has residual 0): the jackknife of a mean
+    over sequences of unequal length, in which Σ e_i / (1 - w) is the change from leaving out the whole sequence.
+    Student's degrees of freedom are Satterthwaite's: if sequences differ only in their levels, with equal
+    variance, their changes have covariances proportional to
 
         M_st = k_s k_t ([s = t] - w_s - w_t + Σ w²), k = w / (1 - w)
 
@@ -97,12 +94,10 @@ def sampled_estimates(
     The interval of a percentile lies between the percentiles at the ends of Wilson's interval of its level; it is
     missing (NaN) if too few draws or effective sequences (degrees of freedom + 1) lie beyond.
 
-    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959, A Note on the Application of Quenouille's
-    Method of Bias Reduction to the Estimation of Ratios (the jackknife); Bell and McCaffrey 2002, Bias Reduction
-    in Standard Errors for Linear Regression with Multi-Stage Samples (its degrees of freedom); Hall 1992, On the
-    Removal of Skewness by Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson 1927. Deviation:
-    Student's factor instead of Hall's normal one; Wilson's interval with an effective number of draws, instead of
-    Woodruff's normal one.
+    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959 (the jackknife); Bell and McCaffrey 2002
+    (its degrees of freedom); Hall 1992, On the Removal of Skewness by Transformation; Woodruff 1952, Confidence
+    Intervals for Medians; Wilson 1927. Deviation: Student's factor instead of Hall's normal one; Wilson's interval
+    with an effective number of draws, instead of Woodruff's normal one.
 
     Args:
         values: (n,), values of drawn queries; those that are not finite do not count.
@@ -122,11 +117,10 @@ def sampled_estimates(
     """
     known = np.isfinite(values)
     finite = np.sort(values[known])
-    count = len(finite)
-    names = ["mean", *(f"p{p}" for p in percentiles)]
-    nothing = float("nan"), float("nan")
+    count, nothing = len(finite), (math.nan, math.nan)
     if not count:
-        return [SampledEstimate(name, float("nan"), nothing, nothing) for name in names]
+        names = ["mean", *(f"p{p}" for p in percentiles)]
+        return [SampledEstimate(name, math.nan, nothing, nothing) for name in names]
     spread = _Spread(samples, strata, known, share, confidence)
     mean = float(finite.mean())
     residuals = np.where(known, values - mean, 0.0) / count
@@ -169,11 +163,8 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidenc
     ratio = float(sums.sum() / counts.sum())
     residuals = (sums - ratio * counts) / counts.sum()
     changes = residuals / (1 - weights)
-    error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
-    critical, squares = (
-        float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights))),
-        float(residuals @ residuals),
-    )
+    error, squares = math.sqrt((clusters - 1) / clusters * float(changes @ changes)), float(residuals @ residuals)
+    critical = float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights)))
     shape = float((residuals**3).sum()) / (3 * squares**1.5) if squares else 0.0  # γ/(3√c), γ the skewness
     high, low = (ratio - error * _unskewed(t, shape) for t in (-critical, critical))
     return low, high
@@ -204,7 +195,7 @@ class _Spread:
         """Return standard errors and factors, for these sequences and for such; NaN if the error is unknown."""
         squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
         these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
-        such, c = float("nan"), self._clusters
+        such, c = math.nan, self._clusters
         if c > 1:
             changes = self.of_sequences(residuals) / (1 - self._weights)
             such = math.sqrt((c - 1) / c * float(changes @ changes))
@@ -236,7 +227,7 @@ def _unskewed(t: float, a: float) -> float:
 def _woodruff(ordered: NDArray[np.float64], level: float, error: float, critical: float) -> Ends:
     """Return the values at the ends of the interval of a level."""
     if math.isnan(error):
-        return float("nan"), float("nan")
+        return math.nan, math.nan
     if error == 0:
         return (float(np.quantile(ordered, level)),) * 2
     draws = level * (1 - level) / error**2  # number of independent draws with this error

@@ -8,16 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semdiag.mathematics import softmax_stability
 from semdiag.mathematics.bounds.block_bounds import Assumption
-from semdiag.mathematics.softmax_stability import (
-    fixed_mask_row_stability,
-    fixed_mask_stability,
-    heavy_hitter_row_stability,
-    heavy_hitter_split_stability,
-    heavy_hitter_stability,
-    log_largest_weight,
-    positive_separation,
-)
 from semdiag.mathematics.spectral_norms import Real, broadcast
 
 _CAUSAL_STRIPS = 8  # strips per sample in long causal calls, where a strip skips the keys after its last query
@@ -88,12 +80,9 @@ class Scores:
     places: Tensor | None = None
 
     def strips(self, size: int) -> Iterator[ScoreStrip]:
-        """Yield strips of rows in order, for each group of samples and heads in turn.
+        """Yield strips of rows of at most ``size`` scores, as far as whole rows allow.
 
         Strips share their memory: finish with one before taking the next.
-
-        Args:
-            size: largest number of scores held at a time, as far as whole rows allow.
         """
         batch, all_heads = self.q.shape[:2]
         length, k_length = self.q.shape[2] if self.places is None else self.places.shape[2], self.k.shape[2]
@@ -200,10 +189,9 @@ _LOW = int(sys.byteorder == "big")  # index of the low half of an integer
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ``count + 1`` largest scores of each row (..., n), and the positions of the first ``count``.
 
-    Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th score:
-    the largest scores lie in as many groups, those with the largest maxima, so only these are searched. Rows in
-    which an omitted score may be as large as a chosen one are sorted instead. Beyond the number of keys values are
-    -inf and positions arbitrary.
+    Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th score,
+    of which only those with the largest maxima are searched. Rows in which an omitted score may be as large as a
+    chosen one are sorted instead. Beyond the number of keys values are -inf and positions arbitrary.
 
     Source: none; exact, whatever the grouping. Deviation: none.
 
@@ -341,11 +329,13 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """
     delta, k = broadcast(dispersion, keys)
     padded = k == 0
-    delta, k = delta.masked_fill(padded, 0), k.masked_fill(padded, 1)
-    row = fixed_mask_row_stability(delta, k).log_value
-    logs = log_largest_weight(delta, k), fixed_mask_stability(delta, k).log_value, row, row
-    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
-    return AttentionRows(weight, xi, row, split, ())
+    given = delta.masked_fill(padded, 0), k.masked_fill(padded, 1)
+    row = softmax_stability.fixed_mask_row_stability(*given).log_value
+    xi, weight = (
+        softmax_stability.fixed_mask_stability(*given).log_value,
+        softmax_stability.log_largest_weight(*given),
+    )
+    return AttentionRows(*(each.masked_fill(padded, -math.inf) for each in (weight, xi, row, row)), ())
 
 
 def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
@@ -363,9 +353,9 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
     """
     delta, gap, k = broadcast(dispersion, separation, keys)
     padded = k == 0
-    assumption = positive_separation(gap[~padded])
+    assumption = softmax_stability.positive_separation(gap[~padded])
     delta, gap, k = delta.masked_fill(padded, 0), gap.masked_fill(padded, 0), k.masked_fill(padded, 1)
-    forms = (heavy_hitter_stability, heavy_hitter_row_stability, heavy_hitter_split_stability)
-    logs = log_largest_weight(delta, k), *(form(delta, gap, k).log_value for form in forms)
-    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
-    return AttentionRows(weight, xi, row, split, (assumption,))
+    whole, row = softmax_stability.heavy_hitter_stability, softmax_stability.heavy_hitter_row_stability
+    forms = whole, row, softmax_stability.heavy_hitter_split_stability
+    logs = softmax_stability.log_largest_weight(delta, k), *(form(delta, gap, k).log_value for form in forms)
+    return AttentionRows(*(each.masked_fill(padded, -math.inf) for each in logs), (assumption,))

@@ -15,8 +15,7 @@ class AllowedKeys:
 
     first: Tensor  # int64 (rows,), first allowed key
     end: Tensor  # int64 (rows,), position after the last allowed key
-    # int64 (rows,), position of the row's query among the keys; None if unknown and not needed
-    position: Tensor | None
+    position: Tensor | None  # int64 (rows,), position of the row's query among the keys; None if not needed
     counts: Tensor  # bool (rows,), False for the rows of padded queries
 
 
@@ -30,10 +29,9 @@ def allowed_keys(
 ) -> AllowedKeys:
     """Return the keys that each row may choose; an InputError says that the arguments do not fit together.
 
-    The valid keys of a sequence are starts ≤ j < starts + lengths. If queries have positions (with ``causal`` or
-    ``documents``), they are the last tokens: query i of q is at n − q + i of n keys; if there are fewer queries
-    than keys, and lengths are known, at starts + lengths − q + i, so that the last query is the last valid token.
-    A query at a padded position does not count.
+    The valid keys of a sequence are starts ≤ j < starts + lengths. With ``causal`` or ``documents``, query i of q
+    is at position n − q + i of n keys; if there are fewer queries than keys, and lengths are known, at starts +
+    lengths − q + i. A query at a padded position does not count.
 
     Args:
         rows: sizes of the dimensions before the keys, the queries' last.
@@ -50,11 +48,7 @@ def allowed_keys(
         [2, 3, 4]
     """
     first = torch.zeros(rows, dtype=torch.int64) if starts is None else _spread(starts, rows, "starts")
-    end = torch.full(rows, keys) if lengths is None and starts is None else first.clone()
-    if lengths is not None:
-        end = first + _spread(lengths, rows, "lengths")
-    elif starts is not None:
-        end = torch.full(rows, keys)
+    end = torch.full(rows, keys) if lengths is None else first + _spread(lengths, rows, "lengths")
     if bool(((first < 0) | (end < first) | (end > keys)).any()):
         raise InputError(
             f"lengths and starts must lie within the {keys:,} keys of a row. Got valid keys from "
@@ -77,17 +71,16 @@ def allowed_keys(
 def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
     """Expand numbers to one per row."""
     shape = tuple(numbers.shape)
-    if numbers.ndim == 1 and numbers.shape[0] == rows[0]:
+    if numbers.numel() == 1:
+        return numbers.reshape(()).expand(rows)
+    if shape == rows[:1]:
         numbers = numbers.reshape(-1, *(1 for _ in rows[1:]))
-    fits = numbers.ndim == len(rows) and all(
-        own in (1, size) for own, size in zip(numbers.shape, rows, strict=True)
-    )
-    if numbers.numel() != 1 and not fits:
+    if numbers.ndim != len(rows) or any(n not in (1, size) for n, size in zip(numbers.shape, rows, strict=True)):
         raise InputError(
             f"{name} of shape {shape} do not fit rows of shape {rows}: give one number, one for each of the first "
             f"dimension, or {len(rows)} dimensions of the same sizes or 1."
         )
-    return (numbers.reshape(()) if numbers.numel() == 1 else numbers).expand(rows)
+    return numbers.expand(rows)
 
 
 def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
@@ -156,8 +149,7 @@ def judge_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return, for each row that counts, a grade, its worst chosen and k-th scores, and its best dropped score.
 
-    A row is right if no dropped key has a larger score than the worst chosen one: one pass over the scores,
-    without sorting. The k-th score is computed only for rows that are not right. Grades are indices into
+    A row is right if no dropped key has a larger score than the worst chosen one. Grades are indices into
     ``GRAVITY``, int8; scores are float64, NaN where nothing was chosen or nothing dropped. NaN as an allowed key's
     score is an InputError.
 
@@ -195,8 +187,8 @@ def judge_rows(
         judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
         for column, values in zip(found, judged, strict=True):
             column.append(values)
-    grade, *numbers = (torch.cat(column) for column in found)
-    return grade, numbers[0], numbers[1], numbers[2]
+    grade, worst, kth, left = (torch.cat(column) for column in found)
+    return grade, worst, kth, left
 
 
 @dataclass
@@ -215,8 +207,7 @@ class _Part:
     def room(self, rows: int) -> Tensor:
         """Return memory for the scores, with an extra column for invalid keys."""
         double = self.scores is not None and self.scores.dtype == torch.float64
-        wide = double or self.indices.shape[1] > 2**24
-        kind = torch.float64 if wide else torch.float32
+        kind = torch.float64 if double or self.indices.shape[1] > 2**24 else torch.float32
         return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
 
     def by_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -248,9 +239,8 @@ class _Part:
         grade = self._keys_alone(valid, again, number).cpu()
         table.scatter_(1, slots, table.new_tensor(-torch.inf).expand(rows, k))
         worst, left = chosen.amin(1).cpu().double(), table[:, : self.keys].amax(1).cpu().double()
-        unknown = worst.isnan() | left.isnan()
-        if bool(unknown.any()):
-            row = int(self.numbers[unknown.nonzero()[0]])
+        if len(unknown := (worst.isnan() | left.isnan()).nonzero()):
+            row = int(self.numbers[unknown[0]])
             raise InputError(
                 f"The scores of row {row} hold NaN, which is neither larger nor smaller than another score."
             )
@@ -307,8 +297,7 @@ class _Part:
         """Return the k-th scores; a key with score -inf, which masks write, does not count as missing."""
         assert self.scores is not None
         k = self.indices.shape[1]
-        needed = (self.end - self.first).squeeze(1).clamp(max=k).cpu()
-        kth = worst.clone()
+        needed, kth = (self.end - self.first).squeeze(1).clamp(max=k).cpu(), worst.clone()
         others = ((left > worst) | (number != needed)).nonzero().squeeze(1)
         if not others.numel():
             return kth
@@ -326,8 +315,7 @@ class _Part:
         fine = grade == 0
         grade[fine] = _GRADE["exact"]
         grade[fine & (left == worst)] = _GRADE["legal_tie"]
-        behind = fine & (left > worst)
-        at = behind.nonzero().squeeze(1)
+        at = (fine & (left > worst)).nonzero().squeeze(1)
         explained = "within_rounding" if self.error is None else "within_error"
         if self.error is not None:
             fine = self._within_error(at)
@@ -401,10 +389,10 @@ def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]
     """Return the margin of each row's top-k, float64 (rows,), and whether it is certified, bool (rows,).
 
     Formula: margin Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u
-    = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after every
+    = 2^−p and η half the smallest subnormal number of the format: the k largest are the same keys after every
     score is rounded once to the format. A row that drops no key with a finite score, or keeps only infinite ones,
-    decides nothing: its margin is +∞, and it is certified. Scores (rows, n) are not NaN; -inf, or less than half
-    the lowest number of their dtype, where a mask forbids the key.
+    has the margin +∞, and is certified. Scores (rows, n) are not NaN; -inf, or less than half the lowest number of
+    their dtype, where a mask forbids the key.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 

@@ -21,15 +21,9 @@ from semdiag.capturing.inputs import AS_THEY_ARE, TextOptions
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import NOT_APPLIED, NOT_APPLIED_CODE
 from semdiag.mathematics.censored import NO_CLASS, predicted_classes
+from semdiag.measuring.calls import collector
 from semdiag.measuring.calls.capture import longest_call
-from semdiag.measuring.calls.collector import (
-    LEAST_MAX_QUERIES,
-    MAX_QUERIES,
-    Collector,
-    QueryDraws,
-    remarks_table,
-    skipped_table,
-)
+from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Collector, QueryDraws
 from semdiag.measuring.calls.running import Run, running, unnamed
 from semdiag.measuring.encoders.traces import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
@@ -176,8 +170,8 @@ def measure(
     return Measurements(
         models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
-        remarks=remarks_table(loaded.path, run.audit),
-        skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
+        remarks=collector.remarks_table(loaded.path, run.audit),
+        skipped=collector.skipped_table(loaded.path, run.audit, collected.layers.modules),
         provenance=_provenance(run, queries, min_keys),
         **tables,
     )
@@ -253,10 +247,9 @@ def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) ->
     """Refuse to go on without any query."""
     if rows.empty:
         ways = ["a larger --queries"] * (draws.share < 1) + ["a smaller --min-keys"] * (least > 1)
-        problem = (
-            f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
-        )
-        raise InputError(f"{problem} Use {' or '.join(ways)}." if ways else problem)
+        some, keys = "drawn " * (draws.share < 1), f"{least} keys" if least > 1 else "a key"
+        way = f" Use {' or '.join(ways)}." if ways else ""
+        raise InputError(f"No {some}query of {path} has {keys}.{way}")
 
 
 _ENCODER_FACTS = (
@@ -270,17 +263,11 @@ def _model_row(
     layers = collected.layers
     row: dict[str, object] = {
         "model": loaded.path,
-        "sha256": loaded.sha256,
-        "weights_sha256": loaded.weights_sha256,
-        "source": loaded.source,
-        "snapshot": loaded.snapshot,
-        "task": loaded.task,
+        **{name: getattr(loaded, name) for name in ("sha256", "weights_sha256", "source", "snapshot", "task")},
         "attention": layers.kind,
         "k": None,
         "global_tokens": 0,
-        "norm": None,
-        "pooling": None,
-        "setting": None,
+        **dict.fromkeys(("norm", "pooling", "setting")),
         "seed": loaded.seed,
         "epoch": loaded.epoch,
         "blocks": len(layers),
@@ -351,9 +338,10 @@ class Conditions:
         for plan in self.plans:
             if type(plan) not in probes():
                 raise TypeError(f"Plans must be {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
-        kinds = [type(plan) for plan in self.plans]
-        twice = [kind.__name__ for kind in kinds if kinds.count(kind) > 1]
-        if twice:  # the later one's tables would replace the earlier one's
+        kinds = [
+            type(plan).__name__ for plan in self.plans
+        ]  # a later plan's tables would replace an earlier one's
+        if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
             raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
 
     def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:

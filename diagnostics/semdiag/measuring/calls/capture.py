@@ -13,19 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import attention_calls as hooks
+from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
-from semdiag.capturing.batches import (
-    Batch,
-    checked_real,
-    each,
-    longest,
-    only_token_ids,
-    samples_of,
-    tensors,
-    whole_number,
-    whole_numbers,
-)
+from semdiag.capturing.batches import Batch, checked_real, whole_number, whole_numbers
 from semdiag.capturing.call_strips import largest
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
@@ -101,9 +92,7 @@ class Calls:
         ``k`` and errors as of :meth:`dispersion`. There is one row per key and k, with the further columns k, load
         and received, Σ_i p_ij over the queries that were looked at (NaN with a k); no row for padded keys.
         """
-        received = self._table(
-            "key", "received", k, lambda s, n: s.received if n is None else s.received * torch.nan
-        )
+        received = self._table("key", "received", k, lambda s, n: s.received * (1 if n is None else torch.nan))
         table = self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
         return table.assign(received=received["received"])
 
@@ -238,13 +227,10 @@ class Calls:
 
         The column ``what`` is ``not captured`` for an operation that looks like attention, else ``remark``.
         """
-        skipped = skipped_table("", self._audit, self._layers.modules).drop(columns="model")
-        remarks = remarks_table("", self._audit).drop(columns=["model", "code", "severity"])
-        remarks = remarks.rename(columns={"text": "reason"})
-        skipped.insert(0, "what", "not captured")
-        remarks.insert(0, "what", "remark")
-        remarks.insert(2, "operation", "")
-        return pd.concat([skipped, remarks], ignore_index=True)
+        skipped = skipped_table("", self._audit, self._layers.modules).assign(what="not captured")
+        remarks = remarks_table("", self._audit).rename(columns={"text": "reason"})
+        both = pd.concat([skipped, remarks.assign(what="remark", operation="")], ignore_index=True)
+        return both[["what", "module", "operation", "reason", "times"]]
 
     @property
     def other_softmaxes(self) -> int:
@@ -259,17 +245,13 @@ class Calls:
         value: Callable[[RowStatistics, int | None], Tensor],
     ) -> pd.DataFrame:
         ks: tuple[int | None, ...] = (None,) if k is None else whole_numbers(k, "k", 1)
-        wrong = [n for n in ks if n is not None and n > self._k]
-        if wrong:
+        if wrong := [n for n in ks if n is not None and n > self._k]:
             raise ValueError(
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
             )
         self._arrivals.settle()
-        parts = [
-            rows_of_call(reduced, position, name, n, value(reduced.statistics, n))
-            for reduced in self._reduced
-            for n in ks
-        ]
+        each = [(reduced, n) for reduced in self._reduced for n in ks]
+        parts = [rows_of_call(r, position, name, n, value(r.statistics, n)) for r, n in each]
         if parts:
             return pd.concat(parts, ignore_index=True).astype({"k": "Int64"})
         place = ["call", "module", "layer", "occurrence", "sample", "head", position]
@@ -328,7 +310,7 @@ class _Batch(threading.local):
             yield
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.samples = samples_of((*args, *kwargs.values()))
+        self.samples = batching.samples_of((*args, *kwargs.values()))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self.samples = 0
@@ -410,18 +392,19 @@ def longest_call(
     dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
     """Return the largest number of queries, and of keys, in the attention calls on some inputs."""
-    if all(map(only_token_ids, batches)):
+    if all(map(batching.only_token_ids, batches)):
         further = loaded.module.config.extra_tokens if isinstance(loaded.module, Encoder) else 0
-        length = max(map(longest, batches), default=1) + further
+        length = max(map(batching.longest, batches), default=1) + further
         return length, length
     seen = [(1, 1)]
 
     def look(call: AttentionCall) -> None:
         seen.append((call.q.shape[2], call.k.shape[2]))
 
-    batch = max(batches, key=lambda batch: max((t.shape[1:].numel() for t in tensors(batch)), default=0))
-    if not isinstance(batch, tuple | list) and len(tensors(batch)) == 1:  # several may depend on each other
-        batch = next(each(batch, 1))
+    batch = max(batches, key=lambda batch: max((t.shape[1:].numel() for t in batching.tensors(batch)), default=0))
+    alone = len(batching.tensors(batch)) == 1  # several may depend on each other
+    if alone and not isinstance(batch, tuple | list):
+        batch = next(batching.each(batch, 1))
     with running(loaded, look, device, dtype) as run:
         run(batch)
     queries, keys = zip(*seen, strict=True)

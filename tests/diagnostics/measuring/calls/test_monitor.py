@@ -695,7 +695,7 @@ def test_a_training_goes_on_while_the_disk_is_full_and_the_rows_are_written_late
         assert files(path.parent) == beside(path.name)
 
 
-@pytest.mark.parametrize("place", ["sampled_rows", "watch_attention"])
+@pytest.mark.parametrize("place", ["monitor_heads.sampled_rows", "watch_attention"])
 def test_a_failure_of_the_monitor_is_a_warning_and_the_training_goes_on(monkeypatch, place):
     def fail(*arguments, **options):
         raise RuntimeError("broken")
@@ -703,7 +703,7 @@ def test_a_failure_of_the_monitor_is_a_warning_and_the_training_goes_on(monkeypa
     plain, watched = made(encoder), made(encoder)
     expected, _ = train(plain, 3)
     with Monitor(watched, every=1) as monitor:
-        monkeypatch.setattr(monitoring, place, fail)
+        monkeypatch.setattr(f"{monitoring.__name__}.{place}", fail)
         with pytest.warns(UserWarning, match=r"semdiag failed on it \(RuntimeError: broken\): please report it"):
             found, _ = train(watched, 3)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
