@@ -17,6 +17,7 @@ from semdiag.measuring.probe import percentiles
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER, save_figure, stacked
 from semdiag.questions import registry
+from semdiag.questions.dispersion.answer import layer_ratios
 from semdiag_models import ATTENTIONS, InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -26,7 +27,7 @@ THEORY = (
     "corollary_conditions",
 )
 MASK_PROBES = ("masks_unchanged",)
-PROBES = ("landscape_contour",)
+PROBES = "lipschitz_percentiles", "landscape_contour"
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 RERUNS = ("cost",)
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
@@ -175,6 +176,23 @@ def test_ecdf_marks_the_percentiles(four):
 
 
 @pytest.mark.slow
+def test_ratio_is_known_and_never_crosses_snapshots(four, many):
+    ratios = layer_ratios(Findings(four), resamples=20)
+    assert ratios.groupby("model", sort=False)["ratio"].unique().map(list).to_dict() == {
+        "even-pairs-topk-7/last.pt": [0.25],
+        "even-pairs-banded-7/last.pt": [0.5],
+        "even-pairs-block-7/last.pt": [0.625],
+    }
+    figure = registry.figures()["dispersion_ratio"](Findings(four))
+    assert shown(figure)[0].get_ylabel() == "δ of sparse / δ of full attention"
+    assert any(np.allclose(line.get_ydata(), 1.0) for line in shown(figure)[0].lines)
+    assert "95% intervals" in words(figure)
+    across = layer_ratios(Findings(many), resamples=2)
+    compared = zip(across["model"], across["full"], strict=True)
+    assert all(("initialisation" in sparse) == ("initialisation" in full) for sparse, full in compared)
+
+
+@pytest.mark.slow
 def test_titles_say_what_these_data_show_and_other_data_other_things(four):
     """The shares of layers, and the ends of medians, follow the numbers: here those of top-k's layer 1."""
     topk = four.queries["model"].str.contains("topk") & (four.queries["layer"] == 1)
@@ -183,13 +201,16 @@ def test_titles_say_what_these_data_show_and_other_data_other_things(four):
     other.loc[other["model"].str.contains("full") & (other["layer"] == 1), "weight_kept_k3"] = 0.5
     found = {}
     for measured in (four, four.replace(queries=other)):
-        for name in ("dispersion_by_layer", "separation_by_layer", "heads_map"):
+        for name in ("dispersion_by_layer", "dispersion_ratio", "separation_by_layer", "heads_map"):
             figure = registry.figures()[name](Findings(measured))
             found.setdefault(name, []).append([" ".join(title(ax).split()) for ax in shown(figure)])
     rest = ", 2 of 2 with banded, 2 of 2 with local blocks"
     below = [f"{count} of 2 layers with top-k{rest}" for count in (2, 1)]
     assert found["dispersion_by_layer"] == [
         [f"even-pairs: median δ below full attention's in {count}"] for count in below
+    ]
+    assert found["dispersion_ratio"] == [
+        [f"even-pairs, {which}: below 1 in {count}" for which in ("median", "p95")] for count in below
     ]
     assert found["separation_by_layer"] == [
         ["even-pairs: median Δ of 0.01 nats in layer 0 with top-k"],
@@ -210,7 +231,7 @@ def test_a_model_alone_is_told_by_its_layers(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dispersion_by_layer", "separation_by_layer", "heads_map"])
+@pytest.mark.parametrize("name", ["dispersion_by_layer", "dispersion_ratio", "separation_by_layer", "heads_map"])
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 def test_titles_fit_their_figures(name, narrow, model):
     runs = [(kind, seed) for seed in (153476998, 235510766) for kind in ("full", "topk", "block")]

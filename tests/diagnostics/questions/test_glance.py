@@ -15,6 +15,7 @@ from semdiag.questions.bounds.corollary import corollary_findings
 from semdiag.questions.dispersion.answer import (
     dispersion_glance,
     dispersion_in_short,
+    layer_ratios,
     pair_comparisons,
 )
 from semdiag.questions.learning import learning_glance
@@ -76,6 +77,9 @@ def test_of_a_diverged_model_no_verdict_is_given(pair, kind):
     assert np.isnan([compared.ratio.estimate, compared.ratio.low, compared.ratio.high]).all()
     said = [glance.words, compared.sentence, *corollary_sentences(findings)]
     assert not any(re.search(r"\bnan\b|holds", each) for each in said)
+    ratios = layer_ratios(findings).set_index("layer")["ratio"]
+    assert ratios.loc[0].notna().all()
+    assert ratios.loc[1].isna().all()
 
 
 def corollary_sentences(findings):

@@ -11,6 +11,7 @@ from matplotlib.colors import LogNorm
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
+from semdiag.presenting.drawing.style import ATTENTION_STYLES
 from semdiag.questions import registry
 from semdiag.reporting.report import measured_questions, write_report
 
@@ -62,6 +63,27 @@ def test_a_wide_range_of_losses_is_logarithmic_and_broken_cells_are_marked(pair)
     (mesh,) = (c for c in panels(figure)[0].collections if isinstance(c, QuadMesh))
     assert isinstance(mesh.norm, LogNorm)
     assert np.ma.masked_invalid(mesh.get_array()).mask.sum() == 1
+
+
+@pytest.mark.slow
+def test_percentile_curves_by_radius(pair):
+    axes = panels(registry.figures()["lipschitz_percentiles"](Findings(pair)))
+    assert len(axes) == 4
+    own = pair.loss_secants[
+        (pair.loss_secants["model"].str.contains("topk")) & (pair.loss_secants["group"] == "all")
+    ]
+    for ax, percentile in zip(axes, (50, 75, 95, 99), strict=True):
+        assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+        line = next(x for x in ax.lines if x.get_color() == ATTENTION_STYLES["topk"].color)
+        expected = [np.percentile(own[own["radius"] == r]["slope"], percentile) for r in (0.5, 1.0)]
+        assert line.get_xdata().tolist() == [0.5, 1.0]
+        assert line.get_ydata().tolist() == pytest.approx(expected)
+    axes[0].figure.draw_without_rendering()
+    assert len({round(ax.title.get_window_extent().y0) for ax in axes}) == 1  # titles stand on one line
+    said = words(axes[0].figure)
+    assert "5 random planes (seed 0)" in said
+    assert "loss over 6 samples" in said
+    assert "95%" in said
 
 
 @pytest.mark.slow

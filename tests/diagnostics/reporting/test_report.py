@@ -182,9 +182,12 @@ def test_a_failing_pair_and_a_lone_model_are_said(model, tmp_path):
     page = Page(write_report(Findings(worse), tmp_path / "worse", "x", formats=())[0])
     assert "δₕ is not below δₛ at p50" in page.text
     assert "no at p50, p75, p90, p95" in page.text
-    alone = Page(write_report(Findings(model("topk")), tmp_path / "alone", "x", (), sections=["dispersion"])[0])
+    alone = Page(
+        write_report(Findings(model("topk")), tmp_path / "alone", "x", ["svg"], sections=["dispersion"])[0]
+    )
     assert re.search(r"the scores of a query span .* percentile, over the keys that it keeps\.", alone.text)
     assert "Nothing is compared" not in alone.text
+    assert "No figure dispersion_ratio" in alone.text
 
 
 @pytest.mark.slow

@@ -204,7 +204,30 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     return sorted(comparisons, key=lambda comparison: comparison.snapshot != "last")
 
 
+RATIO_PERCENTILES = (50, 95)
 RESAMPLES = 300  # of whole sequences: the ends of a 95% interval are then known to about a tenth of its width
+
+
+def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
+    """Return the ratios of dispersion between every sparse model and its full counterpart, by layer."""
+    pairs, _ = find_pairs(findings.measurements.models, attention=None)
+    queries = findings.measurements.queries
+    rows = {
+        (str(model), int(layer)): known_rows(findings, str(model), "dispersion", int(layer))
+        for model, of_model in queries.groupby("model", sort=True)["layer"]
+        for layer in sorted(of_model.unique())
+    }
+    ratios = []
+    for pair in pairs:
+        layers = [layer for model, layer in rows if model == pair.other and (pair.full, layer) in rows]
+        for percentile in RATIO_PERCENTILES:
+            for layer in layers:
+                interval = ratio_interval(
+                    rows[pair.other, layer], rows[pair.full, layer], percentile=percentile, resamples=resamples
+                )
+                numbers = (interval.estimate, interval.low, interval.high)
+                ratios.append((pair.other, pair.full, percentile, layer, *numbers))
+    return pd.DataFrame(ratios, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
 
 
 def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
@@ -365,10 +388,13 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
 def answer(findings: Findings) -> Answer:
     """Return how far apart the scores of a query are, and whether top-k attention has the smaller range."""
     results = findings(dispersion_results)
+    tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    if not external(findings.measurements.models).all():
+        tables["dispersion_ratio"] = findings(layer_ratios)
     return Answer(
         dispersion_glance(findings),
         dispersion_in_short(findings),
-        tables={"dispersion": percentile_csv(findings, "dispersion")},
+        tables=tables,
         results=results,
         shown=percentile_tables(findings, "dispersion", results),
     )

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from semdiag.measuring.findings.findings import (
@@ -26,7 +28,8 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import percentiles
 from semdiag.measuring.words import FEWEST, counted, interval, number, text
 from semdiag.presenting.answer import Answer, heading, measured_glance, title, verdict_line, with_facts
-from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, model_labels, panels_of
+from semdiag.presenting.drawing.style import drawing, finished, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 
 PERCENTILES = (50, 75, 95, 99)  # of the paper's Fig. 10
@@ -268,8 +271,64 @@ def _ratio_cells(ratios: list[Summary]) -> NumberTable:
     return NumberTable([Column("radius", "radius (‖θ‖)", text), *columns], rows.values())
 
 
+@drawing(
+    "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random planes "
+    "against the radius, logarithmic axes, with 95% bands, attention kinds together: {shown}.",
+    "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
+    "top-k. Where the bands overlap, the planes are inconclusive.",
+)
+def lipschitz_percentiles(findings: Findings) -> Figure:
+    """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands."""
+    table = findings(secant_percentiles)
+    table = table[table["estimate"] > 0]
+    if table.empty:
+        raise NothingToDrawError("No secant of the loss was measured in a plane.")
+    measured = set(table["model"])
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
+    figure, axes = panel_grid(len(panels) * len(PERCENTILES), height=2.6, columns=len(PERCENTILES), sharey=True)
+    places = [(panel, percentile) for panel in panels for percentile in PERCENTILES]
+    for place, (ax, (panel, percentile)) in enumerate(zip(axes, places, strict=True)):
+        _draw_percentiles(ax, panel, table[table["percentile"] == percentile])
+        first = place % len(PERCENTILES) == 0
+        ax.set_title(f"{panel.title}: p{percentile}" if first else f"p{percentile}")
+        ax.set_xlabel("radius, in ‖θ‖")
+        if first:
+            ax.set_ylabel("secant of the loss\n(nats per unit of θ)")
+    planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
+    samples, seed = (findings.measurements.provenance.get(name, 0) for name in ("lipschitz_samples", "seed"))
+    bands = (
+        f"bands: 95%, whole planes resampled {RESAMPLES} times"
+        if table["low"].notna().any()
+        else "no bands: too few"
+    )
+    return finished(
+        figure,
+        f"{counted(planes, 'random plane')} (seed {seed}), each tensor's direction as long as the tensor; per "
+        f"radius {pairs} pairs of the checkpoint and points on circles; loss over {counted(samples, 'sample')}. "
+        f"{bands}",
+    )
+
+
+def _draw_percentiles(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:
+    for series in panel.series:
+        rows = table[table["model"] == series.model].sort_values("radius")
+        if rows.empty:
+            continue
+        style = series.style
+        ax.fill_between(
+            rows["radius"], rows["low"].clip(lower=rows["low"][rows["low"] > 0].min()), rows["high"],
+            color=style.color, alpha=0.2, linewidth=0,
+        )  # fmt: skip
+        ax.plot(
+            rows["radius"], rows["estimate"], color=style.color, linestyle=style.line, marker=style.marker,
+            markersize=3.5, linewidth=style.width, label=series.label,
+        )  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+
+
 HEADINGS = heading(
-    "lipschitz", "How steep is the loss around the checkpoint?", (),
+    "lipschitz", "How steep is the loss around the checkpoint?", (lipschitz_percentiles,),
     "A trained model whose loss is near 0 is flat nearby whatever its attention: compare the initialisations as "
     "well (the runs' epoch-0.pt).",
     "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms. With a "
