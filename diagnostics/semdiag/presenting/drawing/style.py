@@ -282,11 +282,10 @@ def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
     ax.text(0.0, 1.01, lines, transform=ax.transAxes, fontsize=9, linespacing=1.2, va="bottom")
 
 
-def number_layers(ax: Axes, layers: Sequence[int], places: Sequence[float] | None = None) -> None:
+def number_layers(ax: Axes, layers: Sequence[int]) -> None:
     """Label the layers on the axis of abscissae, as many of them as have room."""
     step = max(1, math.ceil(len(layers) * _LAYER_INCHES / panel_inches(ax)))
-    ticks = layers if places is None else places
-    ax.set_xticks(ticks[::step], [str(int(layer)) for layer in layers[::step]])
+    ax.set_xticks(layers[::step], [str(int(layer)) for layer in layers[::step]])
     ax.set_xlabel("layer")
 
 
