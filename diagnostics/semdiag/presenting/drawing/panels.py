@@ -45,7 +45,6 @@ class Series:
     model: str  # its path, as in the tables of measurements
     attention: str  # its kind
     k: int | None  # keys kept per query; None for full attention
-    length: int  # tokens of the longest input
     label: str  # for the legend
     style: AttentionStyle  # colour, marker, line
 
@@ -110,20 +109,15 @@ def _title(row: dict[Hashable, Any], differing: list[str]) -> str:
 def _series(group: pd.DataFrame) -> tuple[Series, ...]:
     order = {kind: place for place, kind in enumerate(ATTENTION_STYLES)}
     rows = sorted(group.to_dict("records"), key=lambda row: order.get(row["attention"], len(order)))
-    paths = [str(row["model"]) for row in rows]
+    paths, kinds = ([str(row[name]) for row in rows] for name in ("model", "attention"))
     ks = [None if pd.isna(row["k"]) else int(row["k"]) for row in rows]
     labels = [attention_label(row["attention"], k, row["global_tokens"]) for row, k in zip(rows, ks, strict=True)]
-    kinds = [row["attention"] for row in rows]
-    styles = [
-        _apart(attention_style(kind), kinds[:i].count(kind), kinds.count(kind)) for i, kind in enumerate(kinds)
-    ]
     return tuple(
         Series(
-            model=str(row["model"]), attention=row["attention"], k=k, length=int(row["length"]),
-            label=label if labels.count(label) == 1 else f"{label} {path_tail(str(row['model']), paths)}",
-            style=style,
+            path, kind, k, label if labels.count(label) == 1 else f"{label} {path_tail(path, paths)}",
+            _apart(attention_style(kind), kinds[:i].count(kind), kinds.count(kind)),
         )
-        for row, k, label, style in zip(rows, ks, labels, styles, strict=True)
+        for i, (path, kind, k, label) in enumerate(zip(paths, kinds, ks, labels, strict=True))
     )  # fmt: skip
 
 

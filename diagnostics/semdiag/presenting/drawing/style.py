@@ -219,8 +219,7 @@ def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
     return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, letters))
 
 
-def wrap_titles(figure: Figure) -> None:
-    """Break the titles of panels that are wider than these."""
+def _wrap_titles(figure: Figure) -> None:
     for ax in figure.axes:
         title = ax.get_title(loc="left")
         for text in ax.get_children() if title else ():
@@ -269,7 +268,7 @@ def finished(figure: Figure, note: str) -> Figure:
 
 def note_below(figure: Figure, text: str) -> None:
     """Add a note below the panels that explains the marks, and break titles that are too wide."""
-    wrap_titles(figure)
+    _wrap_titles(figure)
     letters = int(_LETTERS_PER_INCH * 7 / 9 * figure.get_figwidth())
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, letters)]
     figure.supxlabel("\n".join(lines), fontsize=9, color=FAINT)

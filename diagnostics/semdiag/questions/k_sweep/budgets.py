@@ -113,11 +113,6 @@ class NeededKeys:
         return BUDGET_TABLE.of_rows(rows)
 
 
-def budget_name(level: float, block: int = 1) -> str:
-    """Return the name of a budget that keeps a share of the weight: ``weight-95``, ``weight-99-blocks-of-64``."""
-    return f"weight-{100 * level:.0f}" + (f"-blocks-of-{block}" if block > 1 else "")
-
-
 def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
     """Return a budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
     return {place: TopK(tuple(numbers), block=block) for place, numbers in budget.items()}
@@ -181,7 +176,8 @@ def search(
     named: dict[tuple[str, int], Mapping[Place, Sequence[int]]] = {}
     for level in BY_WEIGHT:
         for block in needed.blocks:
-            named[budget_name(level, block), block] = needed.smallest(level, block)
+            name = f"weight-{100 * level:.0f}" + f"-blocks-of-{block}" * (block > 1)
+            named[name, block] = needed.smallest(level, block)
     best = greedy(needed, cost, limit, _MOST_RUNS)
     if best is not None:
         named[GREEDY, 1] = best
