@@ -252,7 +252,7 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
             )
         yield from _unseen_lines(unit, records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]))
     if len(findings.measurements.budgets):
-        yield from budget_lines(findings, model)
+        yield from _budget_lines(findings, model)
     if verdict.queries:
         yield (
             f"Weight kept is the mean over {counted(verdict.queries, 'query')} with more than "
@@ -315,7 +315,7 @@ def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator
 _HELD = {True: "within", False: "not within", None: "inconclusive against"}
 
 
-def budget_lines(findings: Findings, model: str) -> Iterator[str]:
+def _budget_lines(findings: Findings, model: str) -> Iterator[str]:
     """Yield the changes by each budget of a model, and on which samples; nothing without budgets."""
     content, again = findings(budget_content, model), rows_of(findings(change_table), model)
     rows = {row["mask"]: row for row in records(again)}

@@ -24,7 +24,7 @@ from semdiag.measuring.words import FEWEST, counted
 from semdiag_models import InputError
 
 
-def chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
+def _chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return into how many parts of at least ``chunk`` positions samples are cut, and sums over each."""
     if not chunk:
         return counted.new_ones(len(counted), dtype=torch.int64), {n: x.sum(1)[:, None] for n, x in terms.items()}
@@ -174,7 +174,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     counted, terms = before.counted, position_terms(before, after)
     chunk *= before.distribution
-    parts, sums = chunk_sums(counted, terms, chunk)
+    parts, sums = _chunk_sums(counted, terms, chunk)
     changes, listed = output_change(before, after).tolist(), {name: x.tolist() for name, x in sums.items()}
     counts = {"kept": math.nan, "keys": math.nan} | counts
     for at, many in enumerate(parts.tolist()):

@@ -97,7 +97,7 @@ def certified_words(row: Summary) -> str:
     return f"Certified rows that changed: {changed:,} of {row['certified_rows']:,}{fault}."
 
 
-def not_covered_words(row: Summary) -> str:
+def _not_covered_words(row: Summary) -> str:
     """Return how many rows of a format the error model does not cover, and why; empty if it covers all."""
     if not row["not_covered"]:
         return ""
@@ -121,7 +121,7 @@ def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
         _SHOWN, [{"format": one["format"], **row} for one in formats for row in [*one["layers"], one["all"]]]
     )
     for one in formats:
-        row, uncovered = one["all"], not_covered_words(one["all"])
+        row, uncovered = one["all"], _not_covered_words(one["all"])
         words = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
         yield f"{one['format']}: {' '.join(words)}"
 
@@ -166,8 +166,7 @@ def answer(findings: Findings) -> Answer:
 _MARKERS = "osD^vP*Xh<>"  # of noise levels or formats
 
 
-def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
-    """Return the models with an input-dependent mask that was judged, last snapshots first."""
+def _judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
     measurements = findings.measurements
     kept = getattr(measurements, table).groupby("model")["kept"].last()
     judged = []
@@ -185,7 +184,7 @@ def draw_survival(findings: Findings, table: str, rows: pd.DataFrame, note: str)
     """Draw against layers the share of masks that stay the same, with its ends, and the certified share."""
     import seaborn as sns  # takes a second
 
-    models, curves = judged_models(findings, table), list(dict.fromkeys(rows["curve"]))
+    models, curves = _judged_models(findings, table), list(dict.fromkeys(rows["curve"]))
     shades = sns.color_palette("viridis_r", len(curves) + 1).as_hex()[1:]  # the colour-blind can tell them apart
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, name) in zip(axes, models, strict=True):

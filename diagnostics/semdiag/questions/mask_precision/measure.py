@@ -94,12 +94,8 @@ def _strip(
     allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed.expand_as(scores)
     number = allowed.sum(-1)
     columns = {"counted": part.counted & (number > kept), "keys": number}
-    if not covered or not columns["counted"].any():
-        nothing = torch.zeros(len(formats), *number.shape, dtype=torch.bool, device=q.device)
-        columns |= {"follows": nothing[0]} | dict.fromkeys(("covered", "changed", "tied", "certified"), nothing)
-        return columns | {"lost": torch.full_like(nothing, torch.nan, dtype=torch.float64)}
     before = top_set(scores, kept)
-    columns["follows"] = columns["counted"] & _follows(part, keys, scores, selection)
+    columns["follows"] = columns["counted"] & covered & _follows(part, keys, scores, selection)
     by_format: dict[str, list[Tensor]] = {}
     for kind in formats:
         error = score_error(q, keys, scale, kind)

@@ -60,8 +60,7 @@ def heads_pooled(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def effect_table(findings: Findings) -> pd.DataFrame:
-    """Return the effect of the noise on outputs by model and level, over samples."""
+def _effect_table(findings: Findings) -> pd.DataFrame:
     rows = []
     for (model, level), effects in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
         after = mean_interval(effects, "correct_after").if_varied()
@@ -131,7 +130,7 @@ def masks_glance(findings: Findings) -> Glance:
     return Glance(Outcome.MEASURED, percent_span(with_mask["exact"]), words)
 
 
-def mask_facts(findings: Findings) -> str:
+def _mask_facts(findings: Findings) -> str:
     """Return noise, samples and draws behind the judged masks."""
     samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
     plan = findings.measurements.provenance.get("mask_noise") or {}
@@ -197,7 +196,7 @@ def _shown(name: str, result: Summary) -> Iterator[str | NumberTable | Folded]:
 
 def answer(findings: Findings) -> Answer:
     """Return agreement, certificate and prediction by noise level, head and pooled; and by number format."""
-    table, effects, results = findings(mask_table), findings(effect_table), {}
+    table, effects, results = findings(mask_table), findings(_effect_table), {}
     shown: list[str | NumberTable | Folded] = []
     for model in findings.measurements.models["model"]:
         of_model, precision = table[table["model"] == model], precision_of(findings, model)
@@ -224,7 +223,7 @@ def answer(findings: Findings) -> Answer:
     folded = [each.strip() if isinstance(each, str) else each for each in parts]
     return Answer(
         glance, [glance.sentence] * (not table.empty),
-        [f"{mask_facts(findings)}.", *folded] if len(table) else folded, tables=tables, results=results,
+        [f"{_mask_facts(findings)}.", *folded] if len(table) else folded, tables=tables, results=results,
         shown=shown,
     )  # fmt: skip
 
@@ -240,7 +239,7 @@ def masks_unchanged(findings: Findings) -> Figure:
     table = findings(heads_pooled)
     names = {"exact": "same", "exact_low": "low", "exact_high": "high"}
     table = table.assign(curve=[f"noise {percent(level, 'g')}" for level in table["level"]])
-    note = f"Bands: 95% intervals from resampled sequences. {mask_facts(findings)}" if len(table) else ""
+    note = f"Bands: 95% intervals from resampled sequences. {_mask_facts(findings)}" if len(table) else ""
     return draw_survival(findings, "masks", table.rename(columns=names), note)
 
 

@@ -102,10 +102,9 @@ def _swing_sums(changes: RowChanges) -> Tensor:
     return torch.stack([count.double(), swing.sum((0, 2, 4)), swing.square_().sum((0, 2, 4))])
 
 
-def effects_table(
+def _effects_table(
     model: str, outputs: Sequence[Mapping[str, Tensor]], levels: Sequence[float], labels: Tensor | None
 ) -> pd.DataFrame:
-    """Return the table ``noise_effects``."""
     if not outputs:
         return NOISE_EFFECTS.empty()
     change, flipped, before, after = (torch.cat([part[name] for part in outputs], -1) for name in outputs[0])
@@ -169,7 +168,7 @@ def mask_stability(
             after_batch(probe.samples)
     probe.sums.leave_out(reach.left_out(PROBE.name, note))
     masks = probe.sums.table(loaded.path, plan.levels, plan.draws)
-    return masks, effects_table(loaded.path, probe.outputs, plan.levels, labels)
+    return masks, _effects_table(loaded.path, probe.outputs, plan.levels, labels)
 
 
 @dataclass

@@ -286,7 +286,7 @@ def comparison_summary(
     compared: ComparedSelections, file: str, against: str, provenance: dict[str, Any]
 ) -> Summary:
     """Return what ``--json`` prints of two selections."""
-    rows, layers = compared.rows, layer_table(compared.rows)
+    rows, layers = compared.rows, _layer_table(compared.rows)
     diverged = layers.loc[layers["changed"] > 0, "layer"]
     classes, lost = rows["class"].value_counts(), rows["lost"]
     entry = {
@@ -304,8 +304,7 @@ def comparison_summary(
     return _summary(entry, provenance)
 
 
-def layer_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each layer."""
+def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
     differs = rows["overlap"] < 1
     first = rows[differs].groupby("token")["layer"].min().value_counts()
     classes = {name: rows["class"] == name for name in (NUMERIC, BUG, UNEXPLAINED)}
