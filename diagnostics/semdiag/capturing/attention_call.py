@@ -131,13 +131,6 @@ def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
     return tensor if tensor.ndim == 4 else tensor.flatten(0, -4)
 
 
-def mask_axes(mask: Tensor, lead: torch.Size, heads: int | None = None) -> Tensor:
-    """Return a mask that broadcasts to (*lead, Lq, Lk) with four axes that broadcast to (B, H, Lq, Lk)."""
-    if len(lead) == 2 or mask.ndim <= 2:
-        return mask[(None,) * (4 - mask.ndim)]
-    return four_axes(mask.expand(*lead, -1, -1), heads)
-
-
 def described(
     q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, *, scale: float | None = None, heads: int | None = None,
     full: Tensor | None = None, fused: bool = False, **others: Any,
@@ -146,8 +139,10 @@ def described(
     lead = mixed.shape[:-2]
     masks = {"allowed": None, "bias": None, "fully_masked": full if others.get("sinks") is None else None}
     for name, mask in (masks | others).items():
-        if name in masks:
-            others[name] = mask if mask is None else mask_axes(mask, lead, heads)
+        if name in masks and mask is not None:
+            few = len(lead) == 2 or mask.ndim <= 2
+            mask = mask[(None,) * (4 - mask.ndim)] if few else four_axes(mask.expand(*lead, -1, -1), heads)
+        others[name] = mask
     q, k, v, mixed = (four_axes(x.detach(), heads) for x in (q, k, v, mixed))
     if full is not None and others["fully_masked"] is not None and not (fused and q.dtype == torch.float16):
         q = q.masked_fill(others["fully_masked"].any(-1, keepdim=True), 0)

@@ -54,26 +54,21 @@ def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
     found = original(cls, name)
     if name == "_backward_cls":
         _RUNNING.begun = cls if torch.is_grad_enabled() else None
-    elif name == "forward" and _RUNNING.begun is cls:
-        _RUNNING.begun = None
-        return _recorded(cls.__name__, found)
-    return found
+    if name != "forward" or _RUNNING.begun is not cls:
+        return found
+    _RUNNING.begun = None
 
-
-def _recorded(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(found)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # else a function mode sees every property access
             tracked = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
-        if not tracked:
-            return forward(*args, **kwargs)
-        before, _RUNNING.names = _RUNNING.names, (*_RUNNING.names, name)
+        before, _RUNNING.names = _RUNNING.names, (*_RUNNING.names, *[cls.__name__] * tracked)
         try:
-            return forward(*args, **kwargs)
+            return found(*args, **kwargs)
         finally:
             _RUNNING.names = before
 
-    return run
+    return forward
 
 
 OWN_GRADIENTS = recording.SharedChange(lambda: recording.replaced(FunctionMeta, "__getattribute__", _found))

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple, TypeGuard
 
@@ -431,8 +432,7 @@ def put_below(mode: object, others: Callable[[object], bool] | None) -> bool:
 def _restack(kind: Any, wanted: list[Any]) -> None:
     """Make the modes of a kind those that are wanted, from the lowest on."""
     now = [mode for mode in modes_here() if _kind(mode) is kind]
-    pairs = zip(now, wanted, strict=False)
-    alike = next((i for i, (one, other) in enumerate(pairs) if one is not other), min(len(now), len(wanted)))
+    alike = len([*takewhile(lambda pair: pair[0] is pair[1], zip(now, wanted, strict=False))])
     for mode in reversed(now[alike:]):
         kind.__exit__(mode, None, None, None)
     for mode in wanted[alike:]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator, _higher_order_ops
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,23 +40,22 @@ class FunctionWatch(TorchFunctionMode):
         """Run the function, and record its attention."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
-        if name not in _WATCHED and name not in _higher_order_ops:
+        higher_order = isinstance(func, HigherOrderOperator)
+        if name not in _WATCHED and not higher_order:
             return func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):
+        if higher_order:
             register_mode(func, OperationWatch)
         if self.recorder.in_function or not self.recorder.listening:
             return func(*args, **kwargs)
         special = self._special.get(name)
         if special is not None:
             return special(func, args, kwargs)
-        if isinstance(func, HigherOrderOperator):
+        if higher_order:
             run = run_as_written(func, args, kwargs, OperationWatch)
             if run is None:
                 return func(*args, **kwargs)
             with self:
                 return run()
-        if name not in _WATCHED:
-            return func(*args, **kwargs)
         if name in _SOFTMAX:
             masked = False
             if self.recorder.masking:

@@ -17,7 +17,6 @@ from semdiag.capturing.provenance.tags import (
     AxisPiece,
     Product,
     Scores,
-    Softmax,
     Tags,
     Weights,
     broadcast,
@@ -429,7 +428,8 @@ def _propagate_weights(step: _Step, tag: Weights) -> None:
     if name in ("sum", "mean") and tag.axes is not None:
         _summed(step, tag, tag.axes)
         return
-    of_inputs = _of_inputs(tags, softmax)
+    # It is attention if it meets values: its keys or scores depend on the input.
+    of_inputs = softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
     if name == "convolution" and source is step.args[1] and not tags.fixed(step.args[0]) and of_inputs:
         softmax.refuse("its weights are the kernel of a convolution")
         return
@@ -465,11 +465,6 @@ def _after(step: _Step, tag: Weights, exact: bool) -> Weights:
     if tag.axes is not None and any(p.origin == -1 for pieces in tag.axes for p in pieces):
         spread = spread or not all(map(tags.fixed, others))
     return tag._replace(exact=exact and tag.exact, spread=spread, sampled=sampled)
-
-
-def _of_inputs(tags: Tags, softmax: Softmax) -> bool:
-    """Return whether a softmax is attention if it meets values: its keys or scores depend on the input."""
-    return softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
 
 
 def _summed(step: _Step, tag: Weights, axes: Axes) -> None:

@@ -43,11 +43,6 @@ class AxisRoles:
         """Whether the heads' axis comes after the samples'."""
         return list(self.lead) == sorted(self.lead)
 
-    def rows(self, shape: torch.Size) -> int:
-        """Return the product of the numbers of samples and queries."""
-        samples = self.lead[:-1] if len(self.lead) > 1 else self.lead
-        return math.prod(shape[d] for d in samples) * (1 if self.query is None else shape[self.query])
-
 
 def _candidates(ndim: int, key: int, queries: set[int]) -> Iterator[AxisRoles]:
     """Yield possible roles, the most usual first: queries last, heads before them."""
@@ -110,7 +105,9 @@ def _fits(roles: AxisRoles, shape: torch.Size, given: tuple[int, ...]) -> bool:
         return False
     positions = {given[0] * given[1], math.prod(given[:-1]) if len(given) > 2 else 0}
     positions |= {given[0] * given[2]} if len(given) == 4 else set()
-    return roles.rows(shape) in positions and (roles.in_order or shape[roles.lead[0]] == given[0])
+    samples = roles.lead[:-1] if len(roles.lead) > 1 else roles.lead
+    rows = math.prod(shape[d] for d in samples) * (1 if roles.query is None else shape[roles.query])
+    return rows in positions and (roles.in_order or shape[roles.lead[0]] == given[0])
 
 
 def _split_from_features(candidates: list[AxisRoles], q: Tensor) -> list[AxisRoles]:
