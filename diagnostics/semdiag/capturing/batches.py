@@ -143,7 +143,6 @@ def repeated(batch: Batch, times: int) -> Batch:
 
 
 def _map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Apply a function to every tensor of a batch, also in dictionaries inside."""
     if isinstance(batch, Mapping):
         return {name: _map_tensors(value, change) for name, value in batch.items()}
     return change(batch) if isinstance(batch, Tensor) else batch
@@ -255,7 +254,6 @@ def _signature(module: nn.Module) -> inspect.Signature:
 
 @lru_cache(maxsize=1024)
 def _of_class(kind: Any) -> inspect.Signature:
-    """Return how the modules of a class are called."""
     signature = inspect.signature(kind.forward)
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 

@@ -427,7 +427,21 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
             configuration.
     """
     with torch.random.fork_rng(devices=[]):  # modules draw initial weights before they load their own
-        return _load(path, config, head)
+        spec = str(path)
+        if head not in pretrained.HEADS:
+            raise InputError(f"head is {' or '.join(pretrained.HEADS)}. Got {head!r}.")
+        if spec.startswith(pretrained.PREFIX):
+            model, digest, versions = pretrained.build(spec, head)
+            return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
+        if recognised(spec):
+            with watched_weights() as weights:
+                model, batches = build(spec)
+            source = "python" if isinstance(model, Encoder) else "factory"
+            return LoadedModel(
+                spec, "", in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
+                not_loaded=weights.described(model),
+            )  # fmt: skip
+        return _load_checkpoint(path, config)
 
 
 def load_all(
@@ -441,24 +455,6 @@ def load_all(
             "--config."
         )
     return loaded
-
-
-def _load(path: str | Path, config: Mapping[str, Any] | None, head: str) -> LoadedModel:
-    spec = str(path)
-    if head not in pretrained.HEADS:
-        raise InputError(f"head is {' or '.join(pretrained.HEADS)}. Got {head!r}.")
-    if spec.startswith(pretrained.PREFIX):
-        model, digest, versions = pretrained.build(spec, head)
-        return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
-    if recognised(spec):
-        with watched_weights() as weights:
-            model, batches = build(spec)
-        source = "python" if isinstance(model, Encoder) else "factory"
-        return LoadedModel(
-            spec, "", in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
-            not_loaded=weights.described(model),
-        )  # fmt: skip
-    return _load_checkpoint(path, config)
 
 
 def describe(model: LoadedModel) -> dict[str, Any]:

@@ -104,8 +104,6 @@ def in_strips(choice: Choice, inputs: Inputs) -> Attended:
 
 
 class _Strips(torch.autograd.Function):
-    """Attention strip by strip."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, choice: Choice, number: Tensor) -> Tensor:
         """Sum the values of kept keys; write the numbers of kept keys."""

@@ -328,7 +328,6 @@ def _version() -> str:
 
 @cache
 def _failed(names: tuple[str, ...], versions: str) -> tuple[str, ...]:
-    """Return the names of the probes that fail."""
     return tuple(name for name in names if not works(PROBES[name]))
 
 

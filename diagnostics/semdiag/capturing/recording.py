@@ -96,7 +96,7 @@ class Recorder(threading.local):
         self.generator = torch.Generator().manual_seed(0)
         self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []
-        self._watched = watched
+        self._watched, self.masking = watched, watched.mask is not None  # whether the user put a mask on the model
         self.forget()
 
     def forget(self) -> None:
@@ -106,11 +106,6 @@ class Recorder(threading.local):
         self.running: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
         self._calls, self._mask_calls = Counter[str](), Counter[str]()
-
-    @property
-    def masking(self) -> bool:
-        """Whether the user put a mask on the model: see :meth:`kept`."""
-        return self._watched.mask is not None
 
     @property
     def listening(self) -> bool:

@@ -261,7 +261,6 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
 
 
 def _check(masked: Masked, partial: bool) -> None:
-    """Raise if some attention ran without the mask."""
     if not (masked.calls or masked.audit.skipped or masked.audit.captured):
         raise InputError("No softmax attention was found in the model: there is nothing to mask.")
     if partial:

@@ -33,8 +33,6 @@ class FunctionWatch(TorchFunctionMode):
         super().__init__()
         self.recorder, self._below = recorder, below
         self._provenance = SoftmaxProvenance(below.tags.writes, below.tags.scores)
-        looks = self._scaled_dot_product, self._multi_head, self._flex
-        self._special = dict(zip(_SPECIAL, looks, strict=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run the function, and record its attention."""
@@ -47,9 +45,8 @@ class FunctionWatch(TorchFunctionMode):
             register_mode(func, OperationWatch)
         if self.recorder.in_function or not self.recorder.listening:
             return func(*args, **kwargs)
-        special = self._special.get(name)
-        if special is not None:
-            return special(func, args, kwargs)
+        if name in _SPECIAL:
+            return getattr(self, f"_{name}")(func, args, kwargs)
         if higher_order:
             run = run_as_written(func, args, kwargs, OperationWatch)
             if run is None:
@@ -79,7 +76,7 @@ class FunctionWatch(TorchFunctionMode):
         self._provenance.close()
         recording.take_off(self)
 
-    def _scaled_dot_product(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _scaled_dot_product_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given = dict(zip(SDPA, args, strict=False)) | kwargs
         masked: dict[str, Any] | recording.Mixed = {}
         if self.recorder.masking and all(recording.is_plain(given[name]) for name in SDPA[:3]):
@@ -105,7 +102,7 @@ class FunctionWatch(TorchFunctionMode):
             self._below.merged.mark_output(mixed)
         return mixed
 
-    def _multi_head(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _multi_head_attention_forward(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
         outer = self.recorder.heads
         self.recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
@@ -115,7 +112,7 @@ class FunctionWatch(TorchFunctionMode):
         finally:
             self.recorder.heads = outer
 
-    def _flex(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _flex_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         with self.recorder.covering():
             output = func(*args, **kwargs)
         if not recording.is_plain(args[0]):

@@ -432,6 +432,6 @@ class OperationWatch(dispatch.TorchDispatchMode):
             return
         for tensor in given:
             scores, weights = self.tags.of(tensor)
-            if weights is not None or (scores is not None and not any(scores.product.fixed)):
+            if weights is not None or (scores is not None and not any(scores.fixed)):
                 self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")
                 return

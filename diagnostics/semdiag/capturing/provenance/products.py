@@ -15,7 +15,6 @@ from semdiag.capturing.provenance.tags import (
     Axes,
     Axis,
     AxisPiece,
-    Product,
     Scores,
     Tags,
     Weights,
@@ -94,12 +93,12 @@ class Products:
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
-            if scores is None or any(scores.product.fixed) or scores.product.constant:
+            if scores is None or any(scores.fixed) or scores.constant:
                 continue
             if self._is_weight(other) or self._tags.constant(other):
                 continue
-            if any(p.origin == scores.product.number and p.axis > 0 for p in scores.axes[axis]):
-                self._softmaxes.without[made.product.number] = name, self._recorder.module
+            if scores.sides(axis):
+                self._softmaxes.without[made.number] = name, self._recorder.module
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Return whether a tensor is computed from parameters alone, or is one that its module gathered to run."""
@@ -109,18 +108,18 @@ class Products:
         """Tag the result as scores, or as scores whose heads are mixed; no factor comes from a softmax."""
         fixed = self._is_weight(a), self._is_weight(b)
         for scores, other_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
-            if scores is not None and other_fixed and not any(scores.product.fixed):
+            if scores is not None and other_fixed and not any(scores.fixed):
                 axes = _remaining(scores.axes, result, scores is of_a)
-                if scores.product.whole_in(axes):
+                if scores.whole_in(axes):
                     self._tags.tag_scores(result, scores._replace(axes=axes))
                     return
         if all(fixed):
             self._tags.tag_fixed(result)
             return
         constant = self._tags.constant(a), self._tags.constant(b)
-        product = Product(self._tags.number(), (result.shape[-2], result.shape[-1]), fixed, any(constant))
-        shape = result.shape if result.ndim == 3 else (1, *result.shape)
-        self._tags.tag_scores(result, Scores(product, own_axes(shape, product.number)[-result.ndim :]))
+        number, sizes = self._tags.number(), (result.shape[-2], result.shape[-1])
+        axes = own_axes(result.shape if result.ndim == 3 else (1, *result.shape), number)[-result.ndim :]
+        self._tags.tag_scores(result, Scores(number, sizes, fixed, any(constant), axes))
 
     def _weighted(
         self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
@@ -371,8 +370,6 @@ _DEFORMABLE = "its keys are parameters, and its values are interpolated between 
 
 
 class _Step(NamedTuple):
-    """An operation that passes on the tag of one of its inputs."""
-
     tags: Tags
     name: str
     args: Args
@@ -407,7 +404,7 @@ def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: An
             step = _Step(tags, name, args, given, source, out)
             if scores is not None:  # while both sides of the product are in the tensor
                 axes, _ = _axes_after(step, scores.axes)
-                if axes is not None and (axes is scores.axes or scores.product.whole_in(axes)):
+                if axes is not None and (axes is scores.axes or scores.whole_in(axes)):
                     tags.tag_scores(out, scores._replace(axes=axes), derived=True)
             if weights is not None:
                 _propagate_weights(step, weights)

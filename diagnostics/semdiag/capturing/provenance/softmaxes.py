@@ -119,7 +119,7 @@ class Softmaxes:
         """Mark a softmax as captured, and free its memory."""
         softmax.done = True
         if softmax.tag is not None:
-            self.without.pop(softmax.tag.product.number, None)
+            self.without.pop(softmax.tag.number, None)
         softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # only its shape
         softmax.history = None
 
@@ -386,13 +386,13 @@ class MergedBlocks:
         if "sums" not in self._tags.marks:
             return
         name = name.removesuffix("_")
-        sums = [(t, m) for t in given if (m := self._tags.marked(t, "sums")) is not None]
-        outputs = [(t, m) for t in given if (m := self._tags.marked(t, "output")) is not None]
-        if name in _WEIGHING and any(t is not s for s, _ in sums for t, _ in outputs):
-            self._recorder.remark(MERGED, outputs[0][1])
+        kinds = ("sums", "output")
+        marks = {k: [(t, m) for t in given if (m := self._tags.marked(t, k)) is not None] for k in kinds}
+        if name in _WEIGHING and any(t is not s for s, _ in marks["sums"] for t, _ in marks["output"]):
+            self._recorder.remark(MERGED, marks["output"][0][1])
         if product:
             return
-        for kind, known in (("sums", sums), ("output", outputs)):
+        for kind, known in marks.items():
             for source, module in known:
                 for out in tensors((result,)):
                     if is_plain(out) and (name in _SPREADING or out.numel() <= source.numel()):
@@ -402,7 +402,7 @@ class MergedBlocks:
         """Return whether an operation sums exponentials of scores that depend on the input on both sides."""
         scores, weights = self._tags.of(source)
         if name == "logsumexp":
-            return scores is not None and not any(scores.product.fixed)
+            return scores is not None and not any(scores.fixed)
         if weights is None or weights.axes is None or weights.softmax.axis is not None or weights.spread:
             return False  # no exponentials, or divided already
         dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
