@@ -199,13 +199,12 @@ class Recorder(threading.local):
         if not self.running or self.closed:
             return None
         self.shared, running, shapes = True, [*self.running], [*self.shapes]
-        state = self.covered, self.heads, self._calls, self._mask_calls
+        state = {name: getattr(self, name) for name in ("shared", "covered", "heads", "_calls", "_mask_calls")}
 
         def go_on() -> bool:
             if self.running or self.closed:
                 return False
-            self.shared, self.running, self.shapes = True, [*running], [*shapes]
-            self.covered, self.heads, self._calls, self._mask_calls = state
+            vars(self).update(state, running=[*running], shapes=[*shapes])
             return True
 
         return go_on
