@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -240,11 +241,10 @@ def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def takes_masks(module: nn.Module) -> bool:
     """Return whether a module has a token mask among its named arguments."""
-    try:
+    with suppress(TypeError, ValueError):
         named = () if isinstance(module, torch.jit.ScriptModule) else _signature(module).parameters
-    except (TypeError, ValueError):
-        return False
-    return any(name in named for name in MASK_NAMES)
+        return any(name in named for name in MASK_NAMES)
+    return False
 
 
 def _signature(module: nn.Module) -> inspect.Signature:

@@ -170,12 +170,11 @@ def check_files(folder: Path) -> None:
 
 def _copy_in_cache(name: str) -> str:
     """Return the folder of a model of the Hub in this machine's cache; empty if there is none."""
-    try:
+    with suppress(ImportError, OSError, ValueError):
         from huggingface_hub import snapshot_download
 
         return f", like the copy in the cache, hf:{snapshot_download(name, local_files_only=True)}"
-    except (ImportError, OSError, ValueError):
-        return ""
+    return ""
 
 
 def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:

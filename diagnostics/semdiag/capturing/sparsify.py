@@ -168,10 +168,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
 
     Raises:
         InputError: (in the forward pass, or at the end of the context) unless ``partial``, if some attention
-            cannot be masked, or a mask was put on a softmax of products whose weights met no values (a pointer's);
-            if there is no attention; if it runs in another thread; under activation checkpointing, or with a
-            gradient in an ``autograd.Function``, whose backward passes know no mask; if a window or sinks need
-            positions that are unknown; if ``keep`` is no rule or does not fit the model; or if memory runs out.
+            cannot be masked; if there is none; in another thread; under activation checkpointing, or with a
+            gradient in an ``autograd.Function``; if a window or sinks need positions that are unknown; if ``keep``
+            is no rule or does not fit the model; or if memory runs out.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig

@@ -142,14 +142,10 @@ def python_kernel(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, str] | No
     device = _plain_device(tree_leaves((args, kwargs)))
     if device is None:
         return None
-    name = func.name()
-    for key in (key_of(device), "CompositeExplicitAutograd"):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            continue
-        namespace, _, rest = name.partition("::")
-        known = f"{namespace}/{rest}/{key}" in torch.library._impls
-        return (getattr(torch._C.DispatchKey, key), device) if known else None
-    return None
+    name, keys = func.name(), (key_of(device), "CompositeExplicitAutograd")
+    key = next((k for k in keys if torch._C._dispatch_has_kernel_for_dispatch_key(name, k)), "")
+    known = f"{name.replace('::', '/', 1)}/{key}" in torch.library._impls
+    return (getattr(torch._C.DispatchKey, key), device) if known else None
 
 
 def may_attend(
@@ -169,21 +165,15 @@ def may_attend(
     if not (len(q) == len(k) == len(v) >= axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
         return False
     shapes, mixed = [tuple(t.shape) for t in made], (*q[:-1], v[-1])
-    if mixed in shapes:
-        shapes.remove(mixed)
-        return k not in shapes
-    return False
+    return mixed in shapes and shapes.count(k) == (k == mixed)
 
 
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
+_NOISE = ("bernoulli_", "bernoulli")
 _OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
-_KINDS = {
-    **dict.fromkeys(SOFTMAXES, "softmax"),
-    **dict.fromkeys(PRODUCTS, "product"),
-    **dict.fromkeys(EXPONENTIALS, "exponential"),
-    **dict.fromkeys(("bernoulli_", "bernoulli"), "noise"),
-}
+_NAMES = (SOFTMAXES, "softmax"), (PRODUCTS, "product"), (EXPONENTIALS, "exponential"), (_NOISE, "noise")
+_KINDS = {name: kind for names, kind in _NAMES for name in names}
 
 
 class Plan(NamedTuple):

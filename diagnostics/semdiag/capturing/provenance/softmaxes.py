@@ -87,9 +87,8 @@ class Softmaxes:
             scores = self._saved.pop(address(scores), scores)
         number, recorder = self._tags.number(), self._recorder
         place = recorder.heads, recorder.module, not recorder.running
-        softmax = Softmax(number, scores.detach(), axis, tag, history, *place)
-        self._open.append(softmax)
-        return softmax
+        self._open.append(Softmax(number, scores.detach(), axis, tag, history, *place))
+        return self._open[-1]
 
     def before_write(
         self, name: str, args: Sequence[object], written: Sequence[Tensor], given: Sequence[Tensor]
