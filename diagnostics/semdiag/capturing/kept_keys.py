@@ -236,9 +236,8 @@ class Choice:
         size = (*self.call.q.shape[:3], -(-keys.shape[1] // self._block))
         kept = torch.empty(size, dtype=torch.bool, device=keys.device)
         for strip in self.strips():
-            free, fixed = self.allowed(strip), self.fixed(strip)
-            free = free if fixed is None else free & ~fixed
-            own = call_strips.ordered(self._free(strip, self.scores(strip), free, False), self.order(strip))
+            chosen = self._free(strip, self.scores(strip), self.free(strip), False)
+            own = call_strips.ordered(chosen, self.order(strip))
             own = F.pad(own, (0, size[3] * self._block - own.shape[3]))
             kept[strip.samples, strip.heads, strip.queries] = torch.unflatten(own, 3, (-1, self._block)).any(-1)
         places = keys if self._order is None else self._order.argsort(-1)
@@ -332,6 +331,11 @@ class Choice:
             near = ((back <= self.near[0]) & (back >= -self.near[1]))[None, None]
             fixed = near if fixed is None else fixed | near
         return fixed
+
+    def free(self, strip: Strip) -> Tensor:
+        """Return the keys that may be chosen: allowed, and not kept for their position."""
+        allowed, fixed = self.allowed(strip), self.fixed(strip)
+        return allowed if fixed is None else allowed & ~fixed
 
     def kept(self, strip: Strip, scores: Tensor | None, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """Return a strip's kept keys and their number in each row; some ``scores`` of others become -inf."""

@@ -242,10 +242,8 @@ def row_thresholds(choice: Choice) -> Thresholds:
         order = torch.empty(*call.q.shape[:3], most, dtype=torch.int32, device=call.q.device)
         number = None if p is None else torch.empty_like(order[..., 0])
         for strip in choice.strips():
-            free, fixed = choice.allowed(strip), choice.fixed(strip)
-            free = free if fixed is None else free & ~fixed
             at = strip.samples, strip.heads, strip.queries
-            values = choice.scores(strip).masked_fill_(~free, -torch.inf)
+            values = choice.scores(strip).masked_fill_(~choice.free(strip), -torch.inf)
             if p is None or number is None:
                 top[at], order[at] = largest_scores(values, most)
                 continue
