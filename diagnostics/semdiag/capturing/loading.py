@@ -410,9 +410,8 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
 
     Args:
         path: a ``.pt`` file of semdiag or of the paper's released code, or a run's folder (its ``last.pt``);
-            ``hf:PATH`` (offline, safetensors; PATH may lie in an installed package, as
-            PACKAGE/FOLDER); or ``package.module:function``, which is imported and called and returns a module,
-            or a module and its inputs.
+            ``hf:PATH`` (offline, safetensors; PATH may be PACKAGE/FOLDER of an installed package); or
+            ``package.module:function``, which is called and returns a module, or a module and its inputs.
         config: configuration that the file name does not give, for checkpoints of the paper's code only.
         head: head of a Hugging Face model: ``auto`` for the configured one, ``none`` for the body alone.
 
@@ -420,8 +419,7 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
         The model in evaluation mode on the CPU. Torch's random state is left as it was.
 
     Raises:
-        InputError: if it is missing, none of these, contains code, is incomplete, or does not fit its
-            configuration.
+        InputError: if it is missing, none of these, contains code, is incomplete, or contradicts itself.
     """
     with torch.random.fork_rng(devices=[]):  # modules draw initial weights before they load their own
         spec = str(path)

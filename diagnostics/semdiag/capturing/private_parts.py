@@ -223,14 +223,14 @@ def _modes() -> bool:
     before = state()
     modes: tuple[_Kinds | _Names, ...] = (_Kinds(), _Kinds(), _Names(), _Names())
     for mode in modes:
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
     left = [mode for mode in recording.modes_here() if mode not in modes[::2]]
     for mode in modes[::2]:
         recording.take_off(mode)
     torch.zeros(1, device="cpu").exp()
     removed = recording.modes_here() == left
     for mode in modes[:0:-2]:
-        mode.__exit__(None, None, None)
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     return removed and [bool(mode.seen) for mode in modes] == [False, True, False, True] and state() == before
 
 

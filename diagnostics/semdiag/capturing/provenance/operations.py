@@ -319,9 +319,11 @@ class OperationWatch(dispatch.TorchDispatchMode):
         """Return whether a higher-order operator whose bodies were not seen may compute attention."""
         leaves = tree_leaves(arguments)
         operators = [x for x in leaves if isinstance(x, OpOverload)]
-        harmless = operators and not any(plan_of(x).kind in ("fused", "softmax", "foreign") for x in operators)
+        harmless = bool(operators) and {plan_of(x).kind for x in operators}.isdisjoint(
+            ("fused", "softmax", "foreign")
+        )
         floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
-        harmless = harmless or func.__name__ in _HARMLESS or self.recorder.foreign
+        harmless = harmless or func.__name__ in _HARMLESS or self.recorder.foreign > 0
         return not harmless and not all(map(self.tags.fixed, floats))
 
     def _run_kernel(self, func: Any, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:

@@ -361,7 +361,6 @@ def _remaining(axes: Axes, result: Tensor, left: bool) -> Axes:
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
-# only the shape of their input matters
 _SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")
 _SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _TIMES = ("mul", "mul_")
@@ -387,7 +386,7 @@ def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: An
     """Propagate tags from an operation's inputs to its outputs."""
     outputs = float_outputs(result) if given else []
     if name in _SHAPED:
-        given = [t for t in given if tags.fixed(t)]  # noise for weights, and room for more of them
+        given = [t for t in given if tags.fixed(t)]  # only the shape of their input matters
     if not given:
         return
     if name in _SAMPLED or (name in _MOVED and _sampled(tags, given)):
@@ -458,9 +457,8 @@ def _after(step: _Step, tag: Weights, exact: bool) -> Weights:
         return tag._replace(dropout=1 - (1 - tag.dropout) * kept, sampled=sampled)
     if name == "exp" and tag.logarithm and tag.exact:
         return tag._replace(logarithm=False, sampled=sampled)
-    spread = tag.spread
-    if tag.axes is not None and any(p.origin == -1 for pieces in tag.axes for p in pieces):
-        spread = spread or not all(map(tags.fixed, others))
+    copied = any(p.origin == -1 for pieces in tag.axes or () for p in pieces)
+    spread = tag.spread or (copied and not all(map(tags.fixed, others)))
     return tag._replace(exact=exact and tag.exact, spread=spread, sampled=sampled)
 
 
