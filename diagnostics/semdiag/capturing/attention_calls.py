@@ -41,19 +41,16 @@ class Hook(partial[None]):
 class Hooks:
     """Two hooks on a module, which its copies do not run; removable even if only one is registered."""
 
-    def __init__(
-        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], prepend: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         def unless_removed(*arguments: Any) -> None:
             if len(arguments) == 3:  # torch omits keyword arguments if the hook was removed meanwhile
                 before(*arguments)
 
-        self._module, self._prepend = module, prepend
-        self._before, self._after = Hook(unless_removed), Hook(after)
+        self._module, self._before, self._after = module, Hook(unless_removed), Hook(after)
 
     def put_on(self) -> None:
         """Register both hooks."""
-        self._module.register_forward_pre_hook(self._before, prepend=self._prepend, with_kwargs=True)
+        self._module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         self._module.register_forward_hook(self._after, always_call=True)
 
     def remove(self) -> None:
@@ -277,10 +274,9 @@ def _say_where(opener: threading.Thread) -> None:
     """Warn if the context is left in another thread: modes can be taken off in their own thread only."""
     here = threading.current_thread()
     if here is not opener and opener.is_alive():
-        text = (
-            "A watch that was opened in {0} was closed in {1}: its modes stay on {0}, where they record nothing, "
-        )
-        warnings.warn(f"{text}until a watch opens there again.".format(opener.name, here.name), stacklevel=2)
+        where = f"opened in {opener.name} was closed in {here.name}: its modes stay on {opener.name}"
+        text = f"A watch that was {where}, where they record nothing, until a watch opens there again."
+        warnings.warn(text, stacklevel=2)
 
 
 def _masks(mode: object) -> bool:
@@ -299,20 +295,14 @@ def _uncompiled() -> Iterator[None]:
             # of torch 2.12: what runs as it was written has no compiled frames
             warnings.filterwarnings("ignore", message=".*fullgraph=True found no compiled frames")
         else:
-            original = torch.compile
+            first = iter([True])
 
-            def restore() -> bool:
-                own = torch.compile is eager_compile
-                torch.compile = original if own else torch.compile
-                return own
-
-            def eager_compile(*args: Any, **kwargs: Any) -> Any:
-                if restore():
+            def eager_compile(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                if next(first, False):
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 return original(*args, **kwargs)
 
-            stack.enter_context(recording.undone(restore))
-            torch.compile = eager_compile
+            stack.enter_context(recording.replaced(torch, "compile", eager_compile))
         yield
 
 

@@ -104,8 +104,6 @@ def in_strips(choice: Choice, inputs: Inputs) -> Attended:
 
 
 class _Strips(torch.autograd.Function):
-    """Attention strip by strip."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, choice: Choice, number: Tensor) -> Tensor:
         """Sum the values of kept keys; write the numbers of kept keys."""
@@ -198,11 +196,11 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
     q, k, v = inputs
     with outside_all_modes(q.device.type):
         table = choice.table() if choice.by_table else None
-        layout = _layout(choice, table)
+        number, bare, blocks = _layout(choice, table)
         rows = None if choice.by_position or table is not None else row_thresholds(choice)
-        if rows is not None and layout.bare is not None and min(choice.counts) == 0:
-            rows = rows._replace(low=rows.low.masked_fill(layout.bare, -torch.inf))
-            rows = rows._replace(place=rows.place.masked_fill(layout.bare, choice.call.k.shape[2]))
+        if rows is not None and bare is not None and min(choice.counts) == 0:
+            place = rows.place.masked_fill(bare, choice.call.k.shape[2])
+            rows = rows._replace(low=rows.low.masked_fill(bare, -torch.inf), place=place)
         modified = _score_mod(choice, rows)
     with (
         without_modes(),
@@ -211,8 +209,8 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
         torch._dynamo.config.patch(recompile_limit=64),
     ):
         several = q.shape[1] != k.shape[1]
-        output = _flex(not FAILED)(q, k, v, modified, layout.blocks, choice.call.scale, several)
-    number = layout.number if rows is None or rows.number is None else rows.number
+        output = _flex(not FAILED)(q, k, v, modified, blocks, choice.call.scale, several)
+    number = number if rows is None or rows.number is None else rows.number
     return Attended(Mixed(output), number, None if rows is None else rows.close.sum())
 
 
@@ -244,10 +242,8 @@ def row_thresholds(choice: Choice) -> Thresholds:
         order = torch.empty(*call.q.shape[:3], most, dtype=torch.int32, device=call.q.device)
         number = None if p is None else torch.empty_like(order[..., 0])
         for strip in choice.strips():
-            free, fixed = choice.allowed(strip), choice.fixed(strip)
-            free = free if fixed is None else free & ~fixed
             at = strip.samples, strip.heads, strip.queries
-            values = choice.scores(strip).masked_fill_(~free, -torch.inf)
+            values = choice.scores(strip).masked_fill_(~choice.free(strip), -torch.inf)
             if p is None or number is None:
                 top[at], order[at] = largest_scores(values, most)
                 continue
@@ -281,14 +277,9 @@ def _error(call: AttentionCall) -> Tensor:
     return error
 
 
-class _Layout(NamedTuple):
-    """What a choice by thresholds needs beside the thresholds."""
-
-    number: Tensor  # number of kept keys, int32, broadcastable to (B, H, Lq)
-    bare: Tensor | None  # queries that keep all keys because none is kept by position; None: there is none
-    blocks: Any  # BlockMask
-
-
+# Numbers of kept keys, int32, broadcastable to (B, H, Lq); queries that keep all keys because none is kept by
+# position, None: there is none; and a BlockMask.
+_Layout = tuple[Tensor, Tensor | None, Any]
 _LAYOUTS: dict[tuple[Any, ...], _Layout] = {}  # the last ones of calls without a mask of their own
 
 
@@ -334,7 +325,7 @@ def _layout(choice: Choice, table: Table | None) -> _Layout:
     listed, visible = (*_listed(torch.cat(some, 2)), *_listed(torch.cat(every, 2))), _mask_mod(choice, bare, table)
     sizes: dict[str, Any] = {"BLOCK_SIZE": _BLOCK, "seq_lengths": (call.q.shape[2], length)}
     blocks = BlockMask.from_kv_blocks(*listed, mask_mod=visible, **sizes)
-    found = _Layout(torch.cat(numbers, 2), bare, blocks)
+    found = torch.cat(numbers, 2), bare, blocks
     if cached:
         while len(_LAYOUTS) >= 8:
             del _LAYOUTS[next(iter(_LAYOUTS))]

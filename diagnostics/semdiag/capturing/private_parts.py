@@ -54,26 +54,21 @@ def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
     found = original(cls, name)
     if name == "_backward_cls":
         _RUNNING.begun = cls if torch.is_grad_enabled() else None
-    elif name == "forward" and _RUNNING.begun is cls:
-        _RUNNING.begun = None
-        return _recorded(cls.__name__, found)
-    return found
+    if name != "forward" or _RUNNING.begun is not cls:
+        return found
+    _RUNNING.begun = None
 
-
-def _recorded(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(found)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # else a function mode sees every property access
             tracked = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
-        if not tracked:
-            return forward(*args, **kwargs)
-        before, _RUNNING.names = _RUNNING.names, (*_RUNNING.names, name)
+        before, _RUNNING.names = _RUNNING.names, (*_RUNNING.names, *[cls.__name__] * tracked)
         try:
-            return forward(*args, **kwargs)
+            return found(*args, **kwargs)
         finally:
             _RUNNING.names = before
 
-    return run
+    return forward
 
 
 OWN_GRADIENTS = recording.SharedChange(lambda: recording.replaced(FunctionMeta, "__getattribute__", _found))
@@ -228,14 +223,14 @@ def _modes() -> bool:
     before = state()
     modes: tuple[_Kinds | _Names, ...] = (_Kinds(), _Kinds(), _Names(), _Names())
     for mode in modes:
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
     left = [mode for mode in recording.modes_here() if mode not in modes[::2]]
     for mode in modes[::2]:
         recording.take_off(mode)
     torch.zeros(1, device="cpu").exp()
     removed = recording.modes_here() == left
     for mode in modes[:0:-2]:
-        mode.__exit__(None, None, None)
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     return removed and [bool(mode.seen) for mode in modes] == [False, True, False, True] and state() == before
 
 
@@ -333,7 +328,6 @@ def _version() -> str:
 
 @cache
 def _failed(names: tuple[str, ...], versions: str) -> tuple[str, ...]:
-    """Return the names of the probes that fail."""
     return tuple(name for name in names if not works(PROBES[name]))
 
 

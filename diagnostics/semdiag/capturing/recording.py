@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple, TypeGuard
 
@@ -95,7 +96,7 @@ class Recorder(threading.local):
         self.generator = torch.Generator().manual_seed(0)
         self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []
-        self._watched = watched
+        self._watched, self.masking = watched, watched.mask is not None  # whether the user put a mask on the model
         self.forget()
 
     def forget(self) -> None:
@@ -105,11 +106,6 @@ class Recorder(threading.local):
         self.running: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
         self._calls, self._mask_calls = Counter[str](), Counter[str]()
-
-    @property
-    def masking(self) -> bool:
-        """Whether the user put a mask on the model: see :meth:`kept`."""
-        return self._watched.mask is not None
 
     @property
     def listening(self) -> bool:
@@ -203,13 +199,12 @@ class Recorder(threading.local):
         if not self.running or self.closed:
             return None
         self.shared, running, shapes = True, [*self.running], [*self.shapes]
-        state = self.covered, self.heads, self._calls, self._mask_calls
+        state = {name: getattr(self, name) for name in ("shared", "covered", "heads", "_calls", "_mask_calls")}
 
         def go_on() -> bool:
             if self.running or self.closed:
                 return False
-            self.shared, self.running, self.shapes = True, [*running], [*shapes]
-            self.covered, self.heads, self._calls, self._mask_calls = state
+            vars(self).update(state, running=[*running], shapes=[*shapes])
             return True
 
         return go_on
@@ -431,8 +426,7 @@ def put_below(mode: object, others: Callable[[object], bool] | None) -> bool:
 def _restack(kind: Any, wanted: list[Any]) -> None:
     """Make the modes of a kind those that are wanted, from the lowest on."""
     now = [mode for mode in modes_here() if _kind(mode) is kind]
-    pairs = zip(now, wanted, strict=False)
-    alike = next((i for i, (one, other) in enumerate(pairs) if one is not other), min(len(now), len(wanted)))
+    alike = len([*takewhile(lambda pair: pair[0] is pair[1], zip(now, wanted, strict=False))])
     for mode in reversed(now[alike:]):
         kind.__exit__(mode, None, None, None)
     for mode in wanted[alike:]:

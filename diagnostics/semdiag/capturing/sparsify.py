@@ -168,10 +168,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
 
     Raises:
         InputError: (in the forward pass, or at the end of the context) unless ``partial``, if some attention
-            cannot be masked, or a mask was put on a softmax of products whose weights met no values (a pointer's);
-            if there is no attention; if it runs in another thread; under activation checkpointing, or with a
-            gradient in an ``autograd.Function``, whose backward passes know no mask; if a window or sinks need
-            positions that are unknown; if ``keep`` is no rule or does not fit the model; or if memory runs out.
+            cannot be masked; if there is none; in another thread; under activation checkpointing, or with a
+            gradient in an ``autograd.Function``; if a window or sinks need positions that are unknown; if ``keep``
+            is no rule or does not fit the model; or if memory runs out.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -248,26 +247,19 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     except torch.OutOfMemoryError as error:
         raise InputError(f"The masked model needs more memory: {out_of_memory(error)}") from error
     finally:
-        _note_rounding(masked)
+        remarks, close = masked.audit.remarks, sum(map(int, masked._close))
+        if close:
+            text = "the last kept and the first dropped score are within rounding of each other"
+            remarks[
+                Remark("", f"in {close:,} rows, {text}: there, the threshold may have kept the other one")
+            ] += 1
+        for reason in masked_attention.FAILED[1:]:
+            remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
     if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)
 
 
-def _note_rounding(masked: Masked) -> None:
-    """Note how many rows have a last kept and a first dropped score within rounding, and why no kernel ran."""
-    close = sum(int(number) for number in masked._close)
-    if close:
-        text = (
-            f"in {close:,} rows, the last kept and the first dropped score are within rounding of each other: "
-            "there, the threshold may have kept the other one"
-        )
-        masked.audit.remarks[Remark("", text)] += 1
-    for reason in masked_attention.FAILED[1:]:
-        masked.audit.remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
-
-
 def _check(masked: Masked, partial: bool) -> None:
-    """Raise if some attention ran without the mask."""
     if not (masked.calls or masked.audit.skipped or masked.audit.captured):
         raise InputError("No softmax attention was found in the model: there is nothing to mask.")
     if partial:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator, _higher_order_ops
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,30 +33,26 @@ class FunctionWatch(TorchFunctionMode):
         super().__init__()
         self.recorder, self._below = recorder, below
         self._provenance = SoftmaxProvenance(below.tags.writes, below.tags.scores)
-        looks = self._scaled_dot_product, self._multi_head, self._flex
-        self._special = dict(zip(_SPECIAL, looks, strict=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run the function, and record its attention."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
-        if name not in _WATCHED and name not in _higher_order_ops:
+        higher_order = isinstance(func, HigherOrderOperator)
+        if name not in _WATCHED and not higher_order:
             return func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):
+        if higher_order:
             register_mode(func, OperationWatch)
         if self.recorder.in_function or not self.recorder.listening:
             return func(*args, **kwargs)
-        special = self._special.get(name)
-        if special is not None:
-            return special(func, args, kwargs)
-        if isinstance(func, HigherOrderOperator):
+        if name in _SPECIAL:
+            return getattr(self, f"_{name}")(func, args, kwargs)
+        if higher_order:
             run = run_as_written(func, args, kwargs, OperationWatch)
             if run is None:
                 return func(*args, **kwargs)
             with self:
                 return run()
-        if name not in _WATCHED:
-            return func(*args, **kwargs)
         if name in _SOFTMAX:
             masked = False
             if self.recorder.masking:
@@ -80,7 +76,7 @@ class FunctionWatch(TorchFunctionMode):
         self._provenance.close()
         recording.take_off(self)
 
-    def _scaled_dot_product(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _scaled_dot_product_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given = dict(zip(SDPA, args, strict=False)) | kwargs
         masked: dict[str, Any] | recording.Mixed = {}
         if self.recorder.masking and all(recording.is_plain(given[name]) for name in SDPA[:3]):
@@ -106,7 +102,7 @@ class FunctionWatch(TorchFunctionMode):
             self._below.merged.mark_output(mixed)
         return mixed
 
-    def _multi_head(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _multi_head_attention_forward(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
         outer = self.recorder.heads
         self.recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
@@ -116,7 +112,7 @@ class FunctionWatch(TorchFunctionMode):
         finally:
             self.recorder.heads = outer
 
-    def _flex(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _flex_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         with self.recorder.covering():
             output = func(*args, **kwargs)
         if not recording.is_plain(args[0]):

@@ -137,25 +137,15 @@ def is_foreign(namespace: str) -> bool:
     return _KNOWN.fullmatch(namespace) is None
 
 
-def names_attention(schema: Any) -> bool:
-    """Return whether a schema names queries, keys and values."""
-    names = {argument.name for argument in schema.arguments}
-    return any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
-
-
 def python_kernel(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, str] | None:
     """Return the dispatch key and device of an operator with a kernel in Python."""
     device = _plain_device(tree_leaves((args, kwargs)))
     if device is None:
         return None
-    name = func.name()
-    for key in (key_of(device), "CompositeExplicitAutograd"):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            continue
-        namespace, _, rest = name.partition("::")
-        known = f"{namespace}/{rest}/{key}" in torch.library._impls
-        return (getattr(torch._C.DispatchKey, key), device) if known else None
-    return None
+    name, keys = func.name(), (key_of(device), "CompositeExplicitAutograd")
+    key = next((k for k in keys if torch._C._dispatch_has_kernel_for_dispatch_key(name, k)), "")
+    known = f"{name.replace('::', '/', 1)}/{key}" in torch.library._impls
+    return (getattr(torch._C.DispatchKey, key), device) if known else None
 
 
 def may_attend(
@@ -175,21 +165,15 @@ def may_attend(
     if not (len(q) == len(k) == len(v) >= axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
         return False
     shapes, mixed = [tuple(t.shape) for t in made], (*q[:-1], v[-1])
-    if mixed in shapes:
-        shapes.remove(mixed)
-        return k not in shapes
-    return False
+    return mixed in shapes and shapes.count(k) == (k == mixed)
 
 
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
+_NOISE = ("bernoulli_", "bernoulli")
 _OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
-_KINDS = {
-    **dict.fromkeys(SOFTMAXES, "softmax"),
-    **dict.fromkeys(PRODUCTS, "product"),
-    **dict.fromkeys(EXPONENTIALS, "exponential"),
-    **dict.fromkeys(("bernoulli_", "bernoulli"), "noise"),
-}
+_NAMES = (SOFTMAXES, "softmax"), (PRODUCTS, "product"), (EXPONENTIALS, "exponential"), (_NOISE, "noise")
+_KINDS = {name: kind for names, kind in _NAMES for name in names}
 
 
 class Plan(NamedTuple):
@@ -223,7 +207,9 @@ def plan_of(func: Any) -> Plan:
     named = False
     if kind == "other" and schema is not None:  # the schema of an unknown operator of torch's may fit attention
         read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
-        named = not is_foreign(namespace) and names_attention(schema)
+        names = {argument.name for argument in schema.arguments}
+        named = any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
+        named = named and not is_foreign(namespace)
         suspect = (
             named or (len(read) >= 3 and torch.Tag.pointwise not in func.tags) or _ATTENTION.search(schema.name)
         )
@@ -312,38 +298,33 @@ class OperationWatch(dispatch.TorchDispatchMode):
         if plan.kind == "higher order" and func.__name__ in (*_OPEN, *_CLOSED):  # known bodies run under this mode
             args, kwargs = under_modes((args, kwargs), [self])
             return lambda: func(*args, **kwargs)
-        if plan.kind == "higher order":
-            return lambda: self._run_higher_order(func, plan, args, kwargs)
-        if plan.kind == "foreign" and (kernel := python_kernel(func, args, kwargs)) is not None:
+        kernel = python_kernel(func, args, kwargs) if plan.kind == "foreign" else None
+        if plan.kind != "higher order" and kernel is None:
+            return None
+        audit, recorder = self.recorder.audit, self.recorder
 
-            def run() -> Any:  # if no attention is seen in it, look at it as a whole
-                seen, result = self._attention_count(), self._run_kernel(func, *kernel, args, kwargs)
-                if self._attention_count() == seen:
+        def run() -> Any:  # if no attention is seen in it, look at it as a whole
+            seen = audit.captured.total() + audit.skipped.total()
+            result = func(*args, **kwargs) if kernel is None else self._run_kernel(func, *kernel, args, kwargs)
+            if audit.captured.total() + audit.skipped.total() == seen:
+                if kernel is not None:
                     self._guarded(plan, self._look, plan, args, kwargs, result)
-                return result
+                elif recorder.listening and self._guarded(plan, self._may_hide, func, (args, kwargs)):
+                    recorder.skip(plan.name, MAY_HIDE)
+            return result
 
-            return run
-        return None
-
-    def _attention_count(self) -> int:
-        audit = self.recorder.audit
-        return audit.captured.total() + audit.skipped.total()
-
-    def _run_higher_order(self, func: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Any:
-        """Run a higher-order operator that was not seen in Python; note it if its body may hide attention."""
-        seen, result = self._attention_count(), func(*args, **kwargs)
-        unseen = self.recorder.listening and not self.recorder.foreign and self._attention_count() == seen
-        if unseen and self._guarded(plan, self._may_hide, func, (args, kwargs)):
-            self.recorder.skip(plan.name, MAY_HIDE)
-        return result
+        return run
 
     def _may_hide(self, func: HigherOrderOperator, arguments: Any) -> bool:
         """Return whether a higher-order operator whose bodies were not seen may compute attention."""
         leaves = tree_leaves(arguments)
         operators = [x for x in leaves if isinstance(x, OpOverload)]
-        harmless = operators and not any(plan_of(x).kind in ("fused", "softmax", "foreign") for x in operators)
+        harmless = bool(operators) and {plan_of(x).kind for x in operators}.isdisjoint(
+            ("fused", "softmax", "foreign")
+        )
         floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
-        return not (func.__name__ in _HARMLESS or harmless) and not all(map(self.tags.fixed, floats))
+        harmless = harmless or func.__name__ in _HARMLESS or self.recorder.foreign > 0
+        return not harmless and not all(map(self.tags.fixed, floats))
 
     def _run_kernel(self, func: Any, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:
         """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
@@ -443,6 +424,6 @@ class OperationWatch(dispatch.TorchDispatchMode):
             return
         for tensor in given:
             scores, weights = self.tags.of(tensor)
-            if weights is not None or (scores is not None and not any(scores.product.fixed)):
+            if weights is not None or (scores is not None and not any(scores.fixed)):
                 self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")
                 return

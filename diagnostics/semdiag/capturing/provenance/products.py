@@ -15,9 +15,7 @@ from semdiag.capturing.provenance.tags import (
     Axes,
     Axis,
     AxisPiece,
-    Product,
     Scores,
-    Softmax,
     Tags,
     Weights,
     broadcast,
@@ -95,12 +93,12 @@ class Products:
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
-            if scores is None or any(scores.product.fixed) or scores.product.constant:
+            if scores is None or any(scores.fixed) or scores.constant:
                 continue
             if self._is_weight(other) or self._tags.constant(other):
                 continue
-            if any(p.origin == scores.product.number and p.axis > 0 for p in scores.axes[axis]):
-                self._softmaxes.without[made.product.number] = name, self._recorder.module
+            if scores.sides(axis):
+                self._softmaxes.without[made.number] = name, self._recorder.module
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Return whether a tensor is computed from parameters alone, or is one that its module gathered to run."""
@@ -110,18 +108,18 @@ class Products:
         """Tag the result as scores, or as scores whose heads are mixed; no factor comes from a softmax."""
         fixed = self._is_weight(a), self._is_weight(b)
         for scores, other_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
-            if scores is not None and other_fixed and not any(scores.product.fixed):
+            if scores is not None and other_fixed and not any(scores.fixed):
                 axes = _remaining(scores.axes, result, scores is of_a)
-                if scores.product.whole_in(axes):
+                if scores.whole_in(axes):
                     self._tags.tag_scores(result, scores._replace(axes=axes))
                     return
         if all(fixed):
             self._tags.tag_fixed(result)
             return
         constant = self._tags.constant(a), self._tags.constant(b)
-        product = Product(self._tags.number(), (result.shape[-2], result.shape[-1]), fixed, any(constant))
-        shape = result.shape if result.ndim == 3 else (1, *result.shape)
-        self._tags.tag_scores(result, Scores(product, own_axes(shape, product.number)[-result.ndim :]))
+        number, sizes = self._tags.number(), (result.shape[-2], result.shape[-1])
+        axes = own_axes(result.shape if result.ndim == 3 else (1, *result.shape), number)[-result.ndim :]
+        self._tags.tag_scores(result, Scores(number, sizes, fixed, any(constant), axes))
 
     def _weighted(
         self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
@@ -363,7 +361,6 @@ def _remaining(axes: Axes, result: Tensor, left: bool) -> Axes:
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
-# only the shape of their input matters
 _SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")
 _SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _TIMES = ("mul", "mul_")
@@ -372,8 +369,6 @@ _DEFORMABLE = "its keys are parameters, and its values are interpolated between 
 
 
 class _Step(NamedTuple):
-    """An operation that passes on the tag of one of its inputs."""
-
     tags: Tags
     name: str
     args: Args
@@ -391,7 +386,7 @@ def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: An
     """Propagate tags from an operation's inputs to its outputs."""
     outputs = float_outputs(result) if given else []
     if name in _SHAPED:
-        given = [t for t in given if tags.fixed(t)]  # noise for weights, and room for more of them
+        given = [t for t in given if tags.fixed(t)]  # only the shape of their input matters
     if not given:
         return
     if name in _SAMPLED or (name in _MOVED and _sampled(tags, given)):
@@ -408,7 +403,7 @@ def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: An
             step = _Step(tags, name, args, given, source, out)
             if scores is not None:  # while both sides of the product are in the tensor
                 axes, _ = _axes_after(step, scores.axes)
-                if axes is not None and (axes is scores.axes or scores.product.whole_in(axes)):
+                if axes is not None and (axes is scores.axes or scores.whole_in(axes)):
                     tags.tag_scores(out, scores._replace(axes=axes), derived=True)
             if weights is not None:
                 _propagate_weights(step, weights)
@@ -429,7 +424,8 @@ def _propagate_weights(step: _Step, tag: Weights) -> None:
     if name in ("sum", "mean") and tag.axes is not None:
         _summed(step, tag, tag.axes)
         return
-    of_inputs = _of_inputs(tags, softmax)
+    # It is attention if it meets values: its keys or scores depend on the input.
+    of_inputs = softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
     if name == "convolution" and source is step.args[1] and not tags.fixed(step.args[0]) and of_inputs:
         softmax.refuse("its weights are the kernel of a convolution")
         return
@@ -461,15 +457,9 @@ def _after(step: _Step, tag: Weights, exact: bool) -> Weights:
         return tag._replace(dropout=1 - (1 - tag.dropout) * kept, sampled=sampled)
     if name == "exp" and tag.logarithm and tag.exact:
         return tag._replace(logarithm=False, sampled=sampled)
-    spread = tag.spread
-    if tag.axes is not None and any(p.origin == -1 for pieces in tag.axes for p in pieces):
-        spread = spread or not all(map(tags.fixed, others))
+    copied = any(p.origin == -1 for pieces in tag.axes or () for p in pieces)
+    spread = tag.spread or (copied and not all(map(tags.fixed, others)))
     return tag._replace(exact=exact and tag.exact, spread=spread, sampled=sampled)
-
-
-def _of_inputs(tags: Tags, softmax: Softmax) -> bool:
-    """Return whether a softmax is attention if it meets values: its keys or scores depend on the input."""
-    return softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
 
 
 def _summed(step: _Step, tag: Weights, axes: Axes) -> None:

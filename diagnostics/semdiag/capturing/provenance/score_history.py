@@ -28,11 +28,8 @@ def split_mask(
         mask = mask.detach()
         if not mask.is_floating_point():
             return mask.bool(), None, None, None
-        forbidden, steep = _forbidden(mask, FORBIDDING, least)
-        some = bool(forbidden.any())
-        bias = mask.masked_fill(forbidden, 0) if some else mask
-        full = full_rows(mask)
-        return (~forbidden if some else None), (bias if bool(bias.any()) else None), steep, full
+        allowed, bias, steep = split_scores(mask, FORBIDDING, least)
+        return allowed, (bias if bool(bias.any()) else None), steep, full_rows(mask)
 
 
 def full_rows(terms: Tensor) -> Tensor | None:
@@ -42,25 +39,21 @@ def full_rows(terms: Tensor) -> Tensor | None:
     return rows & (terms - top > FORBIDDING) if bool(rows.any()) else None
 
 
-def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
-    """Split a softmax's input into allowed keys and bias, if what was added to the scores is unknown."""
-    forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # scores are on top of the constant
-    some = bool(forbidden.any())
-    return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
-
-
-def _forbidden(terms: Tensor, enough: float, least: float | None = None) -> tuple[Tensor, float | None]:
-    """Return which terms forbid their key, and the lowest of the terms that do not count as -inf."""
-    forbidden = terms <= (lowest(terms.dtype) if least is None else least)
+def split_scores(
+    terms: Tensor, enough: float = FORBIDDING + ROOM, least: float | None = None
+) -> tuple[Tensor | None, Tensor, float | None]:
+    """Split a softmax's input, with scores on top of such a constant, into allowed keys and bias."""
+    forbidden, constant = terms <= (lowest(terms.dtype) if least is None else least), None
     best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
     below = (terms - best).masked_fill(forbidden, 0)
-    if not bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
-        return forbidden, None
-    steep = below <= FORBIDDING + ROOM
-    highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
-    steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
-    constant = terms.masked_fill(~steep, 0).amin()
-    return forbidden | steep, (float(constant) if bool(steep.any()) else None)
+    if bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
+        steep = below <= FORBIDDING + ROOM
+        highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
+        steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
+        constant = float(terms.masked_fill(~steep, 0).amin()) if bool(steep.any()) else None
+        forbidden = forbidden | steep
+    some = bool(forbidden.any())
+    return (~forbidden if some else None), (terms.masked_fill(forbidden, 0) if some else terms), constant
 
 
 class UntraceableError(Exception):

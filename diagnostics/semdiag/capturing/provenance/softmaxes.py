@@ -87,9 +87,8 @@ class Softmaxes:
             scores = self._saved.pop(address(scores), scores)
         number, recorder = self._tags.number(), self._recorder
         place = recorder.heads, recorder.module, not recorder.running
-        softmax = Softmax(number, scores.detach(), axis, tag, history, *place)
-        self._open.append(softmax)
-        return softmax
+        self._open.append(Softmax(number, scores.detach(), axis, tag, history, *place))
+        return self._open[-1]
 
     def before_write(
         self, name: str, args: Sequence[object], written: Sequence[Tensor], given: Sequence[Tensor]
@@ -119,7 +118,7 @@ class Softmaxes:
         """Mark a softmax as captured, and free its memory."""
         softmax.done = True
         if softmax.tag is not None:
-            self.without.pop(softmax.tag.product.number, None)
+            self.without.pop(softmax.tag.number, None)
         softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # only its shape
         softmax.history = None
 
@@ -162,19 +161,13 @@ def find_axis(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
     if softmax.axis is not None or not weights.numel():
         return
     with outside_all_modes(weights.device.type):
+        between = bool(((weights > 1e-3) & (weights < 0.999)).any())  # a mask's entries are all 0 or 1
         for d, pieces in enumerate(axes):
             whole = pieces and (AxisPiece(softmax.number, pieces[0].axis, weights.shape[d], 1),)
-            if pieces and merged(pieces) == whole and sums_to_one(weights, d):
-                softmax.axis = pieces[0].axis
-
-
-def sums_to_one(weights: Tensor, axis: int) -> bool:
-    """Return whether weights sum to one along an axis, up to rounding, and are not all 0 or 1, as in a mask."""
-    dtype = torch.promote_types(weights.dtype, torch.float32)
-    off = (weights.detach().sum(axis, dtype=dtype) - 1).abs()
-    wrong = (off > 16 * torch.finfo(weights.dtype).eps) & ~off.isnan()
-    between = (weights > 1e-3) & (weights < 0.999)
-    return bool(between.any()) and not bool(wrong.any())
+            if pieces and merged(pieces) == whole and between:
+                total = weights.detach().sum(d, dtype=torch.promote_types(weights.dtype, torch.float32))
+                if not bool(((total - 1).abs() > 16 * torch.finfo(weights.dtype).eps).any()):
+                    softmax.axis = pieces[0].axis
 
 
 def product_factors(name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
@@ -258,7 +251,11 @@ class SoftmaxProvenance:
         if history is None and not tag.whole(scores.ndim - 1, scores.shape[-1]):  # a sink may be among the keys
             return args, kwargs, False
         with outside_all_modes(scores.device.type):
-            order, own = self._order(recorder, scores, tag, history)
+            key, q = scores.ndim - 1, None if history is None else history.q
+            roles, _ = read_axes(scores.shape, key, tag.rows(key), recorder.shapes, q, tag.axes)
+            own = roles.query is None and history is None  # each query has keys of its own
+            order = [*roles.lead, key] if own else [*range(key + 1)]
+            order = order if roles.query is None else [*roles.lead, roles.query, key]
             s = scores.detach().permute(order)
             s = s[..., None, :] if own else s
             usual = history if order == sorted(order) else None
@@ -274,16 +271,6 @@ class SoftmaxProvenance:
         if history is not None:
             self._keep(left, history.filled(-torch.inf, scores.dtype, kept), stamps[:-1])
         return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
-
-    def _order(
-        self, recorder: Recorder, scores: Tensor, tag: Scores, history: ScoreHistory | None
-    ) -> tuple[list[int], bool]:
-        """Return the order samples, heads, queries, keys of the axes of scores, as read once they meet values."""
-        key, q = scores.ndim - 1, None if history is None else history.q
-        roles, _ = read_axes(scores.shape, key, tag.rows(key), recorder.shapes, q, tag.axes)
-        if roles.query is not None:
-            return [*roles.lead, roles.query, key], False
-        return ([*range(key + 1)], False) if history is not None else ([*roles.lead, key], True)
 
     def follow(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Observe an operation that has just run: it makes scores, or changes them, or ends their history."""
@@ -398,13 +385,13 @@ class MergedBlocks:
         if "sums" not in self._tags.marks:
             return
         name = name.removesuffix("_")
-        sums = [(t, m) for t in given if (m := self._tags.marked(t, "sums")) is not None]
-        outputs = [(t, m) for t in given if (m := self._tags.marked(t, "output")) is not None]
-        if name in _WEIGHING and any(t is not s for s, _ in sums for t, _ in outputs):
-            self._recorder.remark(MERGED, outputs[0][1])
+        kinds = ("sums", "output")
+        marks = {k: [(t, m) for t in given if (m := self._tags.marked(t, k)) is not None] for k in kinds}
+        if name in _WEIGHING and any(t is not s for s, _ in marks["sums"] for t, _ in marks["output"]):
+            self._recorder.remark(MERGED, marks["output"][0][1])
         if product:
             return
-        for kind, known in (("sums", sums), ("output", outputs)):
+        for kind, known in marks.items():
             for source, module in known:
                 for out in tensors((result,)):
                     if is_plain(out) and (name in _SPREADING or out.numel() <= source.numel()):
@@ -414,7 +401,7 @@ class MergedBlocks:
         """Return whether an operation sums exponentials of scores that depend on the input on both sides."""
         scores, weights = self._tags.of(source)
         if name == "logsumexp":
-            return scores is not None and not any(scores.product.fixed)
+            return scores is not None and not any(scores.fixed)
         if weights is None or weights.axes is None or weights.softmax.axis is not None or weights.spread:
             return False  # no exponentials, or divided already
         dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
