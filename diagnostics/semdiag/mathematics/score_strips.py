@@ -335,7 +335,8 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
         softmax_stability.fixed_mask_stability(*given).log_value,
         softmax_stability.log_largest_weight(*given),
     )
-    return AttentionRows(*(each.masked_fill(padded, -math.inf) for each in (weight, xi, row, row)), ())
+    weight, xi, row = (each.masked_fill(padded, -math.inf) for each in (weight, xi, row))
+    return AttentionRows(weight, xi, row, row, ())
 
 
 def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
@@ -355,7 +356,8 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
     padded = k == 0
     assumption = softmax_stability.positive_separation(gap[~padded])
     delta, gap, k = delta.masked_fill(padded, 0), gap.masked_fill(padded, 0), k.masked_fill(padded, 1)
-    whole, row = softmax_stability.heavy_hitter_stability, softmax_stability.heavy_hitter_row_stability
-    forms = whole, row, softmax_stability.heavy_hitter_split_stability
+    once, of_row = softmax_stability.heavy_hitter_stability, softmax_stability.heavy_hitter_row_stability
+    forms = once, of_row, softmax_stability.heavy_hitter_split_stability
     logs = softmax_stability.log_largest_weight(delta, k), *(form(delta, gap, k).log_value for form in forms)
-    return AttentionRows(*(each.masked_fill(padded, -math.inf) for each in logs), (assumption,))
+    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
+    return AttentionRows(weight, xi, row, split, (assumption,))

@@ -213,8 +213,9 @@ class Reader:
         values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
         targets = _targets_of(labels, name, values)
         loss = output.get("loss") if isinstance(output, Mapping) else None
-        single = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
-        if not single or not math.isfinite(value := float(loss)):
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            return ""
+        if not math.isfinite(value := float(loss)):
             return ""
         moved = _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
         ours = [_cross_entropy(values, each) for each in (targets, moved)]

@@ -212,7 +212,8 @@ class BlockAtPoint:
         centred, std = self.streams - self.streams.mean(-1, keepdim=True), self.stds[..., None, None]
         width = centred.shape[-1]
         project = torch.eye(width).to(centred) - 1 / width
-        return (project - centred[..., :, None] * centred[..., None, :] / (width * std.square())) / std
+        outer: Tensor = centred[..., :, None] * centred[..., None, :]
+        return (project - outer / (width * std.square())) / std
 
     @property
     def stds(self) -> Tensor:
