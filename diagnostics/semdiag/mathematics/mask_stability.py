@@ -169,7 +169,6 @@ def heavy_hitter_pair_stability(
 
 
 def _holds_in_all(statement: str, name: str, broken: Tensor) -> Assumption:
-    """Return the assumption that no row is broken."""
     count = int(broken.sum())
     return Assumption(statement, {name: count}, holds=count == 0)
 

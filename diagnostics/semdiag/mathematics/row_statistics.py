@@ -144,50 +144,31 @@ _LARGER = 8  # factor of the strip size on an accelerator, where starting an ope
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    r"""Statistics of the scores z of each query; all shapes (B, H, Lq) unless stated otherwise.
+    """Statistics of the scores z of each query; all shapes (B, H, Lq) unless stated otherwise.
 
     A_i are the keys that query i may attend to, S_i the keys that it attends to. Scores are in nats.
 
     With an attention sink s_h, the softmax has a further outcome, with score s_h and no value. It is not a key:
     counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. Logsumexps, entropy and weights include it: the keys'
     weights sum to less than 1. The bounds ξ stay valid.
-
-    Attributes:
-        keys: int64, n_i = |A_i|.
-        kept: int64, k_i = |S_i|.
-        non_finite: int64, number of scores in A_i that are NaN or infinite.
-        maximum: largest score over A_i; -inf for a row without keys.
-        minimum: smallest score over A_i; +inf for a row without keys.
-        log_sum_exp: ln Σ exp(z) over A_i and the sink; -inf for a row without keys.
-        kept_maximum: largest score over S_i.
-        kept_minimum: smallest score over S_i.
-        kept_log_sum_exp: ln Σ exp(z) over S_i and the sink; -inf if S_i is empty.
-        dropped_maximum: largest score over A_i \ S_i; -inf if S_i = A_i.
-        entropy: -Σ p ln p of the attention weights over S_i and the sink, nats; NaN for a row without keys.
-        load: (B, H, Lk) int64, number of queries that attend to the key.
-        received: (B, H, Lk), weight that the key receives, Σ_i p_ij over the queries that count and whose scores
-            are finite; (B, H, 0) unless asked for.
-        top: (B, H, Lq, K+1), the largest scores over A_i in descending order, -inf if there are fewer.
-        top_keys: (B, H, Lq, K) int32, positions of the keys of the K largest, -1 if there are fewer.
-        top_load: (K, B, H, Lk) int32; entry k-1 is the key load if every query kept its k largest scores.
     """
 
-    keys: Tensor
-    kept: Tensor
-    non_finite: Tensor
-    maximum: Tensor
-    minimum: Tensor
-    log_sum_exp: Tensor
-    kept_maximum: Tensor
-    kept_minimum: Tensor
-    kept_log_sum_exp: Tensor
-    dropped_maximum: Tensor
-    entropy: Tensor
-    load: Tensor
-    top: Tensor
-    top_keys: Tensor
-    top_load: Tensor
-    received: Tensor
+    keys: Tensor  # int64, n_i = |A_i|
+    kept: Tensor  # int64, k_i = |S_i|
+    non_finite: Tensor  # int64, number of scores in A_i that are NaN or infinite
+    maximum: Tensor  # largest score over A_i; -inf for a row without keys
+    minimum: Tensor  # smallest score over A_i; +inf for a row without keys
+    log_sum_exp: Tensor  # ln Σ exp(z) over A_i and the sink; -inf for a row without keys
+    kept_maximum: Tensor  # largest score over S_i
+    kept_minimum: Tensor  # smallest score over S_i
+    kept_log_sum_exp: Tensor  # ln Σ exp(z) over S_i and the sink; -inf if S_i is empty
+    dropped_maximum: Tensor  # largest score over A_i \ S_i; -inf if S_i = A_i
+    entropy: Tensor  # -Σ p ln p of the attention weights over S_i and the sink, nats; NaN for a row without keys
+    load: Tensor  # (B, H, Lk) int64, number of queries that attend to the key
+    top: Tensor  # (B, H, Lq, K+1), largest scores over A_i in descending order, -inf if there are fewer
+    top_keys: Tensor  # (B, H, Lq, K) int32, positions of the keys of the K largest, -1 if there are fewer
+    top_load: Tensor  # (K, B, H, Lk) int32; entry k-1 is the key load if every query kept its k largest scores
+    received: Tensor  # (B, H, Lk), Σ_i p_ij over queries that count with finite scores; (B, H, 0) unless asked for
 
     def dispersion(self, k: int | None = None) -> Tensor:
         """Return the semantic dispersion δ: the range of the scores that a query attends to.

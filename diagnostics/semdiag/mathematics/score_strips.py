@@ -144,7 +144,6 @@ class Scores:
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
-    """Return a strip's part of a tensor broadcastable to (B, H, Lq, Lk)."""
     part = part_of(values, b, r if places is None else slice(None), seen)
     if part is None:
         return None

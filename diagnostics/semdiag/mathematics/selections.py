@@ -69,7 +69,6 @@ def allowed_keys(
 
 
 def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
-    """Expand numbers to one per row."""
     shape = tuple(numbers.shape)
     if numbers.numel() == 1:
         return numbers.reshape(()).expand(rows)
@@ -311,7 +310,6 @@ class _Part:
         return kth
 
     def _by_scores(self, grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
-        """Grade the rows whose keys are valid."""
         fine = grade == 0
         grade[fine] = _GRADE["exact"]
         grade[fine & (left == worst)] = _GRADE["legal_tie"]

@@ -91,7 +91,6 @@ def read_routed_experts(path: str | Path, layers: int | None = None, k: int | No
 
 
 def _from_base64(path: Path, layers: int | None, k: int | None) -> Tensor:
-    """Return the experts in a response of SGLang."""
     content = read_json(path)
     content = content.get("meta_info", content) if isinstance(content, dict) else {}
     text = next((content[name] for name in ("routed_experts", "indexer_topk") if name in content), None)

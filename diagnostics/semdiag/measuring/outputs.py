@@ -43,7 +43,6 @@ def _given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
 
 
 def _targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
-    """Return labels as the targets of logits."""
     samples, positions, classes = values.shape
     what = f"{samples} samples of {positions} predictions among {classes} classes"
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
@@ -310,7 +309,6 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
 
 
 def _sample(batch: Batch, at: int) -> Batch:
-    """Return one sample of a batch that can be cut."""
     return next(islice(batching.each(batch, 1), at, None))
 
 

@@ -233,7 +233,6 @@ def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Te
 
 
 def _log_mlp_residual(block: BlockConstants) -> Tensor:
-    """Return the Lipschitz constant of Z in Y."""
     log_mlp = log(block.mlp.weight_in) + log(block.mlp.weight_out) + log(block.mlp.activation)
     log_norm = log(block.mlp_norm)
     return log_one_plus(log_norm + log_mlp) if block.pre_norm else log_norm + log_one_plus(log_mlp)

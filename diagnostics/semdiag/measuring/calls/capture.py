@@ -43,8 +43,6 @@ LARGEST_K = 32
 class Calls:
     """Attention calls of a capture, reduced on arrival: nothing of size L × L, no query and no key is kept.
 
-    ``capture(model, scores=True)`` also keeps the scores, for :meth:`scores` and :meth:`weights`.
-
     Every table has the columns call (number in the context), module, layer (in order of first calls), occurrence
     (number of the module's call in one forward pass), sample (row of the batch axis), head, and query or key. If a
     call gives the positions of its queries among its keys, as with a cache, ``query`` is that position, else the
@@ -103,18 +101,10 @@ class Calls:
     def scores(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
         """Return a layer's scores before its softmax, in nats, from a capture with ``scores=True``.
 
-        Args:
-            layer: number of the layer in the tables.
-            head: number of one head; None means all heads.
-            occurrence: as in the tables, to check it; a layer there is one call of a module in a forward pass.
-
-        Returns:
-            (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Several forward
-            passes are concatenated along the first axis.
-
-        Raises:
-            InputError: if the capture keeps no scores, there is no such call or head, or the forward passes differ
-                in length.
+        (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Forward passes are
+        concatenated along the first axis. Layers are numbered as in the tables; ``occurrence`` checks theirs. An
+        InputError says that the capture keeps no scores, that there is no such call or head, or that the forward
+        passes differ in length.
         """
         return self._of_kept(layer, head, occurrence, KeptScores.scores)
 
@@ -330,15 +320,13 @@ def capture(
 
     The model's outputs, parameters, mode and gradients are unchanged, and nothing is left behind after the
     context. The capture never stops the model: if it fails itself, :attr:`Calls.audit` says so. Watches may
-    overlap, in threads and in asynchronous tasks: each sees the calls of the thread or task that opened it, and of
-    those without a watch of their own. With dropout in training mode, layers have no residual.
+    overlap, in threads and in asynchronous tasks. With dropout in training mode, layers have no residual.
 
     Args:
         model: any module, unmodified.
         k: the largest k for :meth:`Calls.dispersion` and its like. Each query keeps k + 1 scores.
         queries: number of queries of the first call that are drawn per sample and head; of other calls the same
-            fraction is drawn. None means all. Every query has the same chance, and no score of the others is
-            computed: made for sequences of 100,000 tokens.
+            fraction is drawn. None means all. No score of the others is computed.
         scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`: batch × heads ×
             queries × keys numbers for each call, so for a few texts.
         real: (B, L) bool, false for padded queries. By default it is read from the arguments of each forward pass

@@ -419,7 +419,6 @@ class Collector:
         return torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64)
 
     def _receive(self, layer: int, samples: NDArray[np.int32], here: Tensors) -> None:
-        """Keep what has arrived of a call."""
         queries, some, bad = (here.pop(name) for name in ("queries", "some", "bad"))
         places, some_keys, sums = here.pop("places", None), here.pop("some_keys"), here.pop("heads")
         loads = {name: _flat(here.pop(name), np.int32) for name in [*here] if name.startswith("load")}

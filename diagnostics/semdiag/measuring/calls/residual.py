@@ -95,7 +95,6 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum values (r, n, Dv) with weights (r, n): (r, Dv)."""
     return (weights[:, None] @ values)[:, 0]
 
 

@@ -122,9 +122,13 @@ def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
     """Return one block's weights split into heads, float64 on the encoder's device."""
     heads, config = encoder.config.heads, encoder.config
     named = {t.name.split(".", 2)[2]: t.values.double() for t in named_tensors(encoder) if t.layer == layer}
-    names = [f"attention.{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")]
+    rows = {
+        name: torch.unflatten(named[f"attention.{part}"], 0, (heads, -1))
+        for word in ("query", "key", "value")
+        for name, part in ((word, f"{word[0]}.weight"), (f"{word}_bias", f"{word[0]}.bias"))
+    }
     return BlockWeights(
-        *(torch.unflatten(named[name], 0, (heads, -1)) for name in names),
+        **rows,
         output=torch.unflatten(named["attention.out.weight"], 1, (heads, -1)).transpose(0, 1),
         mlp_in=named["expand.weight"],
         mlp_in_bias=named["expand.bias"],
