@@ -89,8 +89,7 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
     P = Φ(Δ / sd), sd ≥ 0 the standard deviation of dz_(k) − dz_(k+1), both in nats: in [½, 1] for Δ ≥ 0; NaN if sd
     is unknown, and with sd = 0 nothing moves.
 
-    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too, so the whole set survives
-    less often, unless the changes are strongly correlated.
+    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too.
 
     Example:
         >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))

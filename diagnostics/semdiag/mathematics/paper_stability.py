@@ -130,18 +130,16 @@ def truncations(
     Args:
         scores: scores of R queries (those at its ``places``, if given), in float32 or float64.
         values: (B, Hk, Lk, D); Hk divides H.
-        largest: the largest scores of each row in descending order (B, H, R, ≥ K), -inf beyond the number of keys,
-            and the positions of their keys (B, H, R, K).
+        largest: the largest scores of each row in descending order (B, H, R, ≥ K), and their keys (B, H, R, K).
         log_sum_exp: (B, H, R), logsumexp of each row, including the sink.
         ks: values of k in ascending order, from 1 to K.
         first: (B, H), position of the first key.
-        sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
-        projection: (H, D, d), map of each head's output into the residual stream; None means none.
+        sinks: (H,) a further logit per head in the softmax's denominator, without a value.
+        projection: (H, D, d), map of each head's output into the residual stream.
 
     Example:
-        >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])  # weights of 1/2 each
-        >>> scores = Scores(one, torch.zeros(1, 1, 2, 1), 1.0)
-        >>> top = torch.zeros(1, 1, 1, 2), torch.tensor([[[[0, 1]]]])
+        >>> scores = Scores(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 2, 1), 1.0)  # weights of 1/2 each
+        >>> two, top = torch.tensor([[[[1.0], [3.0]]]]), (torch.zeros(1, 1, 1, 2), torch.tensor([[[[0, 1]]]]))
         >>> truncated = truncations(scores, two, top, torch.tensor([[[2.0]]]).log(), [1], torch.tensor([[0]]))
         >>> round(truncated.change.item(), 5), round(truncated.size.item(), 5)  # 1/2 · (1 − 3), and their mean, 2
         (1.0, 2.0)

@@ -265,7 +265,7 @@ def row_statistics(
         allowed: bool, broadcastable to (B, H, Lq, Lk): keys in A_i; None means every key.
         selected: (B, H, Lq, S) int64, positions of the keys in S_i ⊆ A_i, -1 for none; None means S_i = A_i.
         queries: (B, Lq) bool, queries that count towards key loads; None means all.
-        top: K, the largest number of heavy hitters for counterfactuals; at most Lk - 1 are useful.
+        top: K, the largest number of heavy hitters for counterfactuals.
         bias: term added to the scores, broadcastable to (B, H, Lq, Lk), finite, nats; None means none.
         softcap: limit of the scores before the bias; None means none.
         sinks: (H,) a further logit per head in the softmax's denominator; None means none.
@@ -276,10 +276,8 @@ def row_statistics(
         received: whether to sum the weight that each key receives.
 
     Returns:
-        The statistics, in float64 if q is in float64, else in float32.
-
-    Raises:
-        ValueError: if top is negative, shapes do not fit, or there is no query or no key at all.
+        The statistics, in float64 if q is in float64, else in float32; top below 0, shapes that do not fit, and no
+        query or key at all are a ValueError.
 
     Example:
         >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[4.0], [1.0], [3.0]]]])

@@ -99,16 +99,9 @@ def sampled_estimates(
     Intervals for Medians; Wilson 1927. Deviation: Student's factor instead of Hall's normal one; Wilson's interval
     with an effective number of draws, instead of Woodruff's normal one.
 
-    Args:
-        values: (n,), values of drawn queries; those that are not finite do not count.
-        samples: (n,), sequence of each query.
-        strata: (n,), number of the stratum of each query, within one sequence and head.
-        share: probability with which a query is drawn.
-        percentiles: percentiles to estimate, between 1 and 99.
-        confidence: confidence of the intervals, in (0, 1).
-
-    Returns:
-        The mean, then the percentiles; NaN if nothing is finite.
+    Values (n,) that are not finite do not count; samples and strata (n,) number each query's sequence, and its
+    stratum within one sequence and head; a query is drawn with the probability ``share``. The result is the mean,
+    then the percentiles; NaN if nothing is finite.
 
     Example:
         >>> one = np.zeros(4, np.int64)

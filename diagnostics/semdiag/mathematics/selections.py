@@ -38,7 +38,7 @@ def allowed_keys(
         keys: number of keys n.
         lengths: int64, number of valid keys of each sequence: one number; one per entry of the first dimension; or
             as many dimensions as ``rows``, each of the same size or 1. None means all keys.
-        starts: position of the first valid key (after padding on the left), in the same form. None means 0.
+        starts: position of the first valid key, in the same form. None means 0.
         documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: document of each token,
             negative for padding; the tokens of a document are contiguous.
         causal: whether to exclude the keys after the query.
@@ -160,10 +160,9 @@ def judge_rows(
         keys: number of keys n.
         allowed: keys that each row may choose.
         kind: format to which the engine rounded these scores before it chose.
-        engines: 1 if the engine chose by these scores, 2 if another engine rounded them, see
-            :func:`~semdiag.mathematics.rounding.may_swap`.
-        error: (rows, n) ≥ 0, largest distance of each score from the engine's; the scores were then recomputed,
-            and not rounded. None means that the engine chose by these scores.
+        engines: 1 if the engine chose by these scores, 2 if another engine rounded them.
+        error: (rows, n) ≥ 0, largest distance of recomputed scores from the engine's. None means that the engine
+            chose by these scores.
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1
@@ -325,10 +324,7 @@ class _Part:
 
 
 def _rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
-    """Return whether the lower of two scores, rounded once to a format, is not below the higher one.
-
-    fl never falls, so they may be the least chosen and the best dropped score: docs/theory.md#rounded-scores.
-    """
+    """Return whether the lower of two scores, rounded once to a format, is not below the higher one."""
     lower, higher = lower.double(), higher.double()
     beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
     finite = lower.isfinite() & higher.isfinite()

@@ -115,8 +115,7 @@ class Probe:
     name: str  # name in messages
     plan: type  # frozen dataclass of its options; a survey finds the probe by the type of a plan
     tables: tuple[Table, ...]  # tables that it makes
-    # makes tables by name from subject, plan and the result of ``prepare``
-    measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
+    measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]  # of a plan, and what ``prepare`` returned
     # makes an observer of the clean pass from the arguments of ``measure``; None for no observer
     watch: Callable[[Subject, Any, Any], Watcher | None] = lambda subject, plan, prepared: None
     prepare: Callable[[Any, Any], Any] = _none

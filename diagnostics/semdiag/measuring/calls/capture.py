@@ -330,16 +330,11 @@ def capture(
         scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`: batch × heads ×
             queries × keys numbers for each call, so for a few texts.
         real: (B, L) bool, false for padded queries. By default it is read from the arguments of each forward pass
-            (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` lists the calls that it does not
-            fit.
+            (``attention_mask``, …). :attr:`Calls.audit` lists the calls that it does not fit.
         seed: random seed for the draws.
 
     Yields:
-        Calls, which fill while the model runs.
-
-    Raises:
-        InputError: unless the model is a module, k and the seed are whole numbers of at least 0, ``queries`` one
-            of at least 2, and ``real`` a tensor with two axes.
+        Calls, which fill while the model runs. Arguments of other kinds are an InputError.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig

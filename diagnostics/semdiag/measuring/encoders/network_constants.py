@@ -121,7 +121,7 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
     """Return the paper's λ_A and λ_W from the largest norms, dispersion and load and the smallest separation."""
     k, heavy = encoder.config.keys_kept, encoder.config.attention in HEAVY_HITTERS
     xi = trace.token_norm.max()
-    norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi, query_bias=True))
+    norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi))
     delta = trace.dispersion.amax(0)
     gap = trace.separation.amin(0) if heavy else None
     beta = torch.ones_like(delta) if k is None else trace.load.amax(0).double() / k
@@ -201,7 +201,7 @@ class BlockAtPoint:
     @property
     def after_attention(self) -> Tensor:
         """(L, d, d), derivative of each output token in what attention adds to the residual stream."""
-        first, second = self.norm_jacobians
+        first, second = self.norm_jacobians.unbind()
         eye = torch.eye(first.shape[-1]).to(first)
         mlp = self.weights.mlp_out * self.slopes[:, None] @ self.weights.mlp_in  # W_R diag(σ') W_P of each token
         return eye + mlp @ second if self.pre_norm else second @ (eye + mlp) @ first

@@ -127,7 +127,7 @@ class _Tracer:
             nothing = torch.full_like(statistics["dispersion"], math.inf)
             return statistics | dict.fromkeys(("log_map", "log_form"), nothing)
         xi = token_norm[:, None]
-        norms = HeadNorms(*self.norms[layer], xi, query_norm(xi, query_bias=True))
+        norms = HeadNorms(*self.norms[layer], xi, query_norm(xi))
         united = constants  # over the union of two masks, which doubles a token's sums for heavy hitters
         if self.kind in HEAVY_HITTERS:
             double = math.log(2)
