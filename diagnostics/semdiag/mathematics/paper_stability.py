@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.bounds.block_bounds import Assumption, Bound
-from semdiag.mathematics.score_strips import Scores, ScoreStrip
+from semdiag.mathematics.score_strips import Scores, ScoreStrip, as_mask
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability, positive_separation
 from semdiag.mathematics.spectral_norms import Real, float64, log_one_plus_inverse
 
@@ -226,10 +226,7 @@ def top_recall(
         scores = (q[part] * scale) @ k[part].transpose(2, 3)
         if allowed is not None:
             scores = scores.masked_fill(~(allowed[part] if len(allowed) > 1 else allowed), -torch.inf)
-        kept = torch.zeros(*scores.shape[:-1], scores.shape[-1] + 1, dtype=torch.bool, device=q.device)
-        chosen = selected[part]
-        kept.scatter_(-1, chosen.where(chosen >= 0, scores.shape[-1]), True)
-        best = scores.topk(top, -1)
+        kept, best = as_mask(selected[part], scores.shape[-1]), scores.topk(top, -1)
         wanted = best.values > -torch.inf
         hits = (kept.gather(-1, best.indices) & wanted).sum(-1)
         parts.append(hits.to(q.dtype) / wanted.sum(-1))

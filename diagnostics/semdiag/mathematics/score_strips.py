@@ -179,6 +179,12 @@ def part_of(
     return values[..., :seen] if values.shape[3] > 1 else values
 
 
+def as_mask(positions: Tensor, length: int) -> Tensor:
+    """Convert key positions (..., K), -1 for none, to a mask (..., length)."""
+    mask = torch.zeros(*positions.shape[:-1], length + 1, dtype=torch.bool, device=positions.device)
+    return mask.scatter_(-1, positions.where(positions >= 0, length), True)[..., :-1]
+
+
 _GROUPED = 1024  # the same in groups, in single precision on the CPU, where choosing is cheap
 _MORE = 4  # extra choices, so that nearly equal scores rarely make a row ambiguous
 _LAST = 2**31 - 1  # no position is beyond it

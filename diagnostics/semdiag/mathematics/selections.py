@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.rounding import NumberFormat, may_swap, rounded
+from semdiag.mathematics.score_strips import as_mask
 from semdiag_models import InputError
 
 
@@ -264,9 +265,7 @@ class _Part:
         assert self.error is not None
         own = at.to(self.scores.device)
         scores, error = self._again(own).double(), self.error[own].to(self.scores.device, torch.float64)
-        marked = torch.zeros(len(own), self.keys + 1, dtype=torch.bool, device=scores.device)
-        slots = self.indices[own]
-        chosen = marked.scatter_(1, slots.where(slots >= 0, self.keys), True)[:, : self.keys]
+        chosen = as_mask(self.indices[own], self.keys)
         lowest = (scores + error).masked_fill(~chosen, torch.inf).amin(1)
         return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from semdiag.measuring.calls.collector import as_mask
+from semdiag.mathematics.score_strips import as_mask
 from semdiag_models import Task
 from semdiag_models.attention import ATTENTIONS
 from semdiag_models.config import ModelConfig

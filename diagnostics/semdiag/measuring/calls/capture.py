@@ -22,6 +22,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import undone
 from semdiag.mathematics.row_statistics import RowStatistics
+from semdiag.mathematics.score_strips import as_mask
 from semdiag.measuring.calls.collector import (
     KeptScores,
     Layers,
@@ -170,9 +171,7 @@ class Calls:
                     f"Indices of layer {layer} are whole numbers (B, H or 1, L, k), of {(*size[:3], 'k')}, that "
                     f"lie in 0 … {length - 1} or are -1. Got {tuple(chosen.shape)}."
                 )
-            places = chosen.long().where(chosen >= 0, length).expand(*size[:3], -1)
-            mask = torch.zeros(*size[:3], length + 1, dtype=torch.bool).scatter_(3, places, True)[..., :-1]
-            mask &= scores.isfinite()
+            mask = as_mask(chosen.long().expand(*size[:3], -1), length) & scores.isfinite()
             best = largest(scores, mask.sum(-1, keepdim=True))
             attends = scores.isfinite().any(-1).sum((0, 2))
             shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]

@@ -20,7 +20,7 @@ from semdiag.capturing.batches import whole_number
 from semdiag.mathematics.paper_stability import top_recall
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
-from semdiag.mathematics.score_strips import rows_of
+from semdiag.mathematics.score_strips import as_mask, rows_of
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, Tensors, counted_rows
 from semdiag.measuring.calls.residual import residual_numbers
 from semdiag.measuring.probe import SKETCHES, KeptRows
@@ -183,12 +183,6 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
         dispersion=torch.where(counted, highest - lowest, 0.0),
         separation=torch.where(gap.abs() <= rounding, 0.0, gap),
     )
-
-
-def as_mask(selected: Tensor, length: int) -> Tensor:
-    """Convert key positions (B, H, L, K), -1 for none, to a mask (B, H, L, length)."""
-    mask = torch.zeros(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
-    return mask.scatter(-1, selected.where(selected >= 0, length), True)[..., :-1]
 
 
 DRAWN = "queries were drawn:"  # start of a remark about them
