@@ -99,17 +99,16 @@ class Calls:
         """Return the entropy −Σ p ln p of the attention weights of every query, in nats; NaN without keys."""
         return self._table("query", "entropy", None, lambda statistics, n: statistics.entropy)
 
-    def scores(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
+    def scores(self, layer: int, head: int | None = None) -> Tensor:
         """Return a layer's scores before its softmax, in nats, from a capture with ``scores=True``.
 
         (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Forward passes are
-        concatenated along the first axis. Layers are numbered as in the tables; ``occurrence`` checks theirs. An
-        InputError says that the capture keeps no scores, that there is no such call or head, or that the forward
-        passes differ in length.
+        concatenated along the first axis. Layers are numbered as in the tables. An InputError says that no scores
+        are kept, that there is no such call or head, or that the forward passes differ in length.
         """
-        return self._of_kept(layer, head, occurrence, KeptScores.scores)
+        return self._of_kept(layer, head, KeptScores.scores)
 
-    def weights(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
+    def weights(self, layer: int, head: int | None = None) -> Tensor:
         """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
         Arguments, shape and errors as of :meth:`scores`. With a learned logit in the denominator (attention
@@ -123,7 +122,7 @@ class Calls:
             >>> calls.weights(layer=0, head=0).shape
             torch.Size([1, 4, 4])
         """
-        return self._of_kept(layer, head, occurrence, KeptScores.weights)
+        return self._of_kept(layer, head, KeptScores.weights)
 
     def received(self) -> pd.DataFrame:
         """Return the weight that each key receives, r_j = Σ_i p_ij over the queries: a part of :meth:`loads`."""
@@ -180,16 +179,10 @@ class Calls:
             parts.append(pd.DataFrame({"layer": layer, "head": range(size[1]), **facts}))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
-    def _of_kept(
-        self,
-        layer: int,
-        head: int | None,
-        occurrence: int | None,
-        read: Callable[[KeptScores, int, int | None], Tensor],
-    ) -> Tensor:
+    def _of_kept(self, layer: int, head: int | None, read: Callable[[KeptScores, int], Tensor]) -> Tensor:
         if self._kept is None:
             raise InputError("This capture keeps no scores: use capture(model, scores=True).")
-        matrices = read(self._kept, layer, occurrence)
+        matrices = read(self._kept, layer)
         if head is not None and not 0 <= head < matrices.shape[1]:
             raise InputError(f"head must lie in 0 … {matrices.shape[1] - 1}. Got {head}.")
         return matrices if head is None else matrices[:, head]
@@ -227,11 +220,7 @@ class Calls:
         return self._audit.others.total()
 
     def _table(
-        self,
-        position: str,
-        name: str,
-        k: int | Sequence[int] | None,
-        value: Callable[[RowStatistics, int | None], Tensor],
+        self, position: str, name: str, k: int | Sequence[int] | None, value: Callable[[Any, int | None], Tensor]
     ) -> pd.DataFrame:
         ks: tuple[int | None, ...] = (None,) if k is None else whole_numbers(k, "k", 1)
         if wrong := [n for n in ks if n is not None and n > self._k]:
