@@ -14,14 +14,14 @@ def _strip_statistics(
     selected: Tensor | None,
     top: int,
     load: Tensor,
-    received: Tensor | None = None,
-    sinks: Tensor | None = None,
+    received: Tensor | None,
+    sinks: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return a strip's statistics by name, for :func:`_finished`; overwrite its scores.
 
-    ``load`` and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the largest score alone;
-    ``minimum`` is NaN if any score is; ``mean`` is Σ p z, for which statistics of S_i stand where positions are
-    selected.
+    ``load`` (only of selected positions) and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the
+    largest score alone; ``minimum`` is NaN if any score is; ``mean`` is Σ p z, for which statistics of S_i stand
+    where positions are selected.
     """
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
@@ -44,7 +44,6 @@ def _strip_statistics(
     if not clean and (scores.is_cuda or not bool((finite | (keys == 0)).all())):
         found["non_finite"] = (~scores.isfinite()).sum(-1)
     if selected is None:
-        load += strip.load()
         if received is not None:
             log_sum_exp = found["top"][..., 0] - found["largest_weight"].log()
             share = _share(strip, log_sum_exp, sinks)[..., None, :]
@@ -315,17 +314,18 @@ def _strip_rows(
     """Return the statistics of all rows, key loads and the weights received, from strips of scores."""
     q, k, allowed, places = scores.q, scores.k, scores.allowed, scores.places
     (batch, heads, length), k_length = q.shape[:3] if places is None else places.shape, k.shape[2]
-    load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
     rows: dict[str, Tensor] = {}
     # Inference mode saves a fifth of a strip's overhead; the results are ordinary tensors.
     with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k = q.float(), k.float()
-        with torch.inference_mode(False):
-            weights = torch.zeros(batch, heads, k_length * received, dtype=q.dtype, device=q.device)
         if allowed is not None and not q.is_cuda and bool(allowed.all()):
             allowed = None  # the usual mask of a batch without padding
         scores = replace(scores, q=q, k=k.contiguous(), allowed=allowed)
+        with torch.inference_mode(False):
+            weights = torch.zeros(batch, heads, k_length * received, dtype=q.dtype, device=q.device)
+            none = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
+            load = scores.loads() if selected is None else none
         for strip in scores.strips(_STRIP if q.device.type == "cpu" else _STRIP * _LARGER):
             b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
             own = None
