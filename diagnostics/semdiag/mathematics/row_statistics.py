@@ -19,7 +19,7 @@ def _strip_statistics(
 ) -> dict[str, Tensor]:
     """Return a strip's statistics by name, for :func:`_finished`; overwrite its scores.
 
-    ``load`` (only of selected positions) and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the
+    ``load`` (of selected positions) and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the
     largest score alone; ``minimum`` is NaN if any score is; ``mean`` is Σ p z, for which statistics of S_i stand
     where positions are selected.
     """
