@@ -246,8 +246,12 @@ class KeptRows:
         totals = pd.concat(levels).groupby(["quantity", "layer", "head"]).agg(_TOTALS)
         for row in totals.reset_index().to_dict("records"):
             drawn = self._sample(row["quantity"], row["layer"], row["head"])
-            cuts = np.percentile(drawn, PERCENTILES[1:-1]) if len(drawn) else [math.nan] * (len(PERCENTILES) - 2)
-            ends = [row["min"], *cuts, row["max"]]
+            inner = PERCENTILES[1:-1]
+            ends = [
+                row["min"],
+                *(np.percentile(drawn, inner) if len(drawn) else [math.nan] * len(inner)),
+                row["max"],
+            ]
             yield {
                 **{name: row[name] for name in ("quantity", "layer", "head", "undefined", "not_positive")},
                 "queries": row["count"] + row["undefined"],

@@ -329,11 +329,10 @@ def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> Loc
                 gradient = network_bounds.loss_residual(logits, labels[start + sample])
                 residual = (gradient.norm() + _ROUNDING).clamp(max=network_bounds.CROSS_ENTROPY_LIPSCHITZ)
                 pooled_gradient = (gradient @ head).norm() + _ROUNDING * largest
-            ends = {"head.weight": pooled.norm(), "head.bias": torch.ones_like(largest)}
-            for name, value in ends.items():
-                sums.setdefault(name, []).append(value * torch.stack([residual, worst]))
-            for name, value in inside.items():
-                sums.setdefault(name, []).append(value * torch.stack([pooled_gradient, worst * largest]))
+            of_head, below = torch.stack([residual, worst]), torch.stack([pooled_gradient, worst * largest])
+            found = {"head.weight": pooled.norm() * of_head, "head.bias": of_head}
+            for name, value in (found | {name: value * below for name, value in inside.items()}).items():
+                sums.setdefault(name, []).append(value)
     means = {name: torch.stack(values).mean(0) for name, values in sums.items()}
     known, unknown = log_root_sum_squares(log(torch.stack(list(means.values()))), dim=0).tolist()
     return LocalBounds({name: float(log(value[0])) for name, value in means.items()}, known, unknown)
@@ -343,12 +342,9 @@ def _propagate_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, 
     """Yield each input's logits, pooled token, and gradient bound of each tensor, per gradient norm there."""
     calls: list[BlockCall] = []
     seen: list[Tensor] = []
-    handle = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
-    try:
-        with torch.no_grad(), watch_blocks(encoder, calls.append):
-            encoder(tokens)
-    finally:
-        handle.remove()
+    hook = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
+    with hook, torch.no_grad(), watch_blocks(encoder, calls.append):
+        encoder(tokens)
     valid, ids = encoder.valid(tokens), encoder.sequence(tokens)
     blocks = [blocks_at_points(encoder, call, valid) for call in calls]
     for sample, (pooled, logits) in enumerate(zip(*seen, strict=True)):

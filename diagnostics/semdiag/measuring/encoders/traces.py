@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,14 +59,11 @@ def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
     tracer = _Tracer(encoder)
     length = tokens.shape[1] + encoder.config.extra_tokens
     per_pass = max(1, _SCORES // (encoder.config.heads * length**2))
-    handle = encoder.head.register_forward_hook(tracer.pool)
-    try:
-        with torch.inference_mode(), watch_blocks(encoder, tracer.add):
-            for batch in torch.split(tokens, per_pass):
-                tracer.start(batch)
-                encoder(batch)
-    finally:
-        handle.remove()
+    pool = encoder.head.register_forward_hook(tracer.pool)
+    with pool, torch.inference_mode(), watch_blocks(encoder, tracer.add):
+        for batch in torch.split(tokens, per_pass):
+            tracer.start(batch)
+            encoder(batch)
     return tracer.result()
 
 
@@ -178,15 +175,11 @@ def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> d
 def _mixed_values(encoder: Encoder) -> Iterator[list[Tensor]]:
     """Collect, in the context, the output of each block's attention, with its graph."""
     outputs: list[Tensor] = []
-    handles = [
-        encoder.attention(layer).core.register_forward_hook(lambda core, inputs, output: outputs.append(output))
-        for layer in range(len(encoder.blocks))
-    ]
-    try:
+    with ExitStack() as stack:
+        for layer in range(len(encoder.blocks)):
+            hook = encoder.attention(layer).core.register_forward_hook
+            stack.enter_context(hook(lambda core, inputs, output: outputs.append(output)))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
