@@ -132,10 +132,10 @@ class Scores:
         position = (self.first_query + places)[..., None]
         if allowed is None or allowed.shape[2] == 1:
             if self.causal:  # the queries whose last key is at least this one
-                shape = *torch.broadcast_shapes(counted.shape, position.shape)[:2], length
-                last = position.clamp(0, k_length - 1)[..., 0].expand(shape)
-                ends = torch.zeros(*shape[:2], k_length, dtype=torch.int64, device=device)
-                ends.scatter_add_(-1, last, (counted & (position >= 0))[..., 0].expand(shape).long())
+                some = (counted & (position >= 0))[..., 0]
+                last = position.clamp(0, k_length - 1)[..., 0].expand(some.shape)
+                ends = torch.zeros(*some.shape[:2], k_length, dtype=torch.int64, device=device)
+                ends.scatter_add_(-1, last, some.long())
                 load = ends.flip(-1).cumsum(-1).flip(-1)
             else:
                 load = counted.sum(2)
