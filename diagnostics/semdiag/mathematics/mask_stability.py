@@ -89,8 +89,7 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
     P = Φ(Δ / sd), sd ≥ 0 the standard deviation of dz_(k) − dz_(k+1), both in nats: in [½, 1] for Δ ≥ 0; NaN if sd
     is unknown, and with sd = 0 nothing moves.
 
-    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too, so the whole set survives
-    less often, unless the changes are strongly correlated.
+    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too.
 
     Example:
         >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))
@@ -169,7 +168,6 @@ def heavy_hitter_pair_stability(
 
 
 def _holds_in_all(statement: str, name: str, broken: Tensor) -> Assumption:
-    """Return the assumption that no row is broken."""
     count = int(broken.sum())
     return Assumption(statement, {name: count}, holds=count == 0)
 

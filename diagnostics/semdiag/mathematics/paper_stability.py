@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.bounds.block_bounds import Assumption, Bound
-from semdiag.mathematics.score_strips import Scores, ScoreStrip
+from semdiag.mathematics.score_strips import Scores, ScoreStrip, as_mask
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability, positive_separation
 from semdiag.mathematics.spectral_norms import Real, float64, log_one_plus_inverse
 
@@ -130,18 +130,16 @@ def truncations(
     Args:
         scores: scores of R queries (those at its ``places``, if given), in float32 or float64.
         values: (B, Hk, Lk, D); Hk divides H.
-        largest: the largest scores of each row in descending order (B, H, R, ≥ K), -inf beyond the number of keys,
-            and the positions of their keys (B, H, R, K).
+        largest: the largest scores of each row in descending order (B, H, R, ≥ K), and their keys (B, H, R, K).
         log_sum_exp: (B, H, R), logsumexp of each row, including the sink.
         ks: values of k in ascending order, from 1 to K.
         first: (B, H), position of the first key.
-        sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
-        projection: (H, D, d), map of each head's output into the residual stream; None means none.
+        sinks: (H,) a further logit per head in the softmax's denominator, without a value.
+        projection: (H, D, d), map of each head's output into the residual stream.
 
     Example:
-        >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])  # weights of 1/2 each
-        >>> scores = Scores(one, torch.zeros(1, 1, 2, 1), 1.0)
-        >>> top = torch.zeros(1, 1, 1, 2), torch.tensor([[[[0, 1]]]])
+        >>> scores = Scores(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 2, 1), 1.0)  # weights of 1/2 each
+        >>> two, top = torch.tensor([[[[1.0], [3.0]]]]), (torch.zeros(1, 1, 1, 2), torch.tensor([[[[0, 1]]]]))
         >>> truncated = truncations(scores, two, top, torch.tensor([[[2.0]]]).log(), [1], torch.tensor([[0]]))
         >>> round(truncated.change.item(), 5), round(truncated.size.item(), 5)  # 1/2 · (1 − 3), and their mean, 2
         (1.0, 2.0)
@@ -228,10 +226,7 @@ def top_recall(
         scores = (q[part] * scale) @ k[part].transpose(2, 3)
         if allowed is not None:
             scores = scores.masked_fill(~(allowed[part] if len(allowed) > 1 else allowed), -torch.inf)
-        kept = torch.zeros(*scores.shape[:-1], scores.shape[-1] + 1, dtype=torch.bool, device=q.device)
-        chosen = selected[part]
-        kept.scatter_(-1, chosen.where(chosen >= 0, scores.shape[-1]), True)
-        best = scores.topk(top, -1)
+        kept, best = as_mask(selected[part], scores.shape[-1]), scores.topk(top, -1)
         wanted = best.values > -torch.inf
         hits = (kept.gather(-1, best.indices) & wanted).sum(-1)
         parts.append(hits.to(q.dtype) / wanted.sum(-1))

@@ -69,7 +69,6 @@ def _gaussian(origin: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _as_long_as(origin: Tensor, drawn: Tensor, tensors: Sequence[slice]) -> Tensor:
-    """Scale each tensor's part to that tensor's norm."""
     scaled = torch.zeros_like(origin)
     for part in tensors:
         length = drawn[part].norm()

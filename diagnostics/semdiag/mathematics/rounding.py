@@ -89,10 +89,7 @@ def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor
         >>> last_places(torch.tensor(0.25), torch.tensor(3.0), FORMATS["float8_e4m3fn"]).item()
         1.0
     """
-    size = score.double().abs().clamp(max=kind.largest)
-    exponent = torch.frexp(size).exponent.sub(1).clamp(min=kind.exponent)
-    exponent = torch.where(size > 0, exponent, kind.exponent)
-    return torch.ldexp(difference.double(), kind.digits - 1 - exponent)
+    return difference.double() / _last_place(score.double().clamp(-kind.largest, kind.largest), kind)
 
 
 _UNIT = 2.0**-24  # unit roundoff of float32, in which products are added

@@ -44,6 +44,7 @@ def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.G
 # Least expected numbers beyond a percentile: of draws, so that all lie on one side of it in less than 2.5% of the
 # cases; of sequences, so that their spread shows its error (benchmarks/sampled_intervals.py).
 _BEYOND = 3.7, 2.0
+_LEVEL = 0.975  # of Student's factors, for intervals of 95%
 _TIED = 1e-9  # relative: values this near to a percentile equal it up to rounding (sums in another order)
 TARGETS = "all queries of these inputs", "inputs like these"  # populations of the intervals
 Ends = tuple[float, float]
@@ -65,9 +66,8 @@ def sampled_estimates(
     strata: NDArray[np.int64],
     share: float,
     percentiles: Sequence[int] = (1, 5, 10, 25, 50, 75, 90, 95, 99),
-    confidence: float = 0.95,
 ) -> list[SampledEstimate]:
-    """Estimate mean and percentiles of all queries from queries drawn with equal probability.
+    """Estimate mean and percentiles of all queries from queries drawn with equal probability; 95% intervals.
 
     A statistic is linear in the queries up to its residuals e_i: (y_i - ȳ)/n for the mean, (u_i - p)/n for a
     percentile, where u_i is 1 below it, 0 above, and a number in between for all that equal it up to rounding. The
@@ -99,16 +99,9 @@ def sampled_estimates(
     Intervals for Medians; Wilson 1927. Deviation: Student's factor instead of Hall's normal one; Wilson's interval
     with an effective number of draws, instead of Woodruff's normal one.
 
-    Args:
-        values: (n,), values of drawn queries; those that are not finite do not count.
-        samples: (n,), sequence of each query.
-        strata: (n,), number of the stratum of each query, within one sequence and head.
-        share: probability with which a query is drawn.
-        percentiles: percentiles to estimate, between 1 and 99.
-        confidence: confidence of the intervals, in (0, 1).
-
-    Returns:
-        The mean, then the percentiles; NaN if nothing is finite.
+    Values (n,) that are not finite do not count; samples and strata (n,) number each query's sequence, and its
+    stratum within one sequence and head; a query is drawn with the probability ``share``. The result is the mean,
+    then the percentiles; NaN if nothing is finite.
 
     Example:
         >>> one = np.zeros(4, np.int64)
@@ -121,13 +114,13 @@ def sampled_estimates(
     if not count:
         names = ["mean", *(f"p{p}" for p in percentiles)]
         return [SampledEstimate(name, math.nan, nothing, nothing) for name in names]
-    spread = _Spread(samples, strata, known, share, confidence)
+    spread = _Spread(samples, strata, known, share)
     mean = float(finite.mean())
     residuals = np.where(known, values - mean, 0.0) / count
     error, critical = spread.errors(residuals)[0]
     these = mean - critical * error, mean + critical * error
     sums, counts = (spread.of_sequences(np.where(known, each, 0.0)) for each in (values, 1.0))
-    estimates = [SampledEstimate("mean", mean, these, ratio_ends(sums, counts, confidence))]
+    estimates = [SampledEstimate("mean", mean, these, ratio_ends(sums, counts))]
     for percentile in percentiles:
         level, cut = percentile / 100, float(np.percentile(finite, percentile))
         least, most = cut - _TIED * abs(cut), cut + _TIED * abs(cut)
@@ -145,8 +138,8 @@ def sampled_estimates(
     return estimates
 
 
-def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidence: float = 0.95) -> Ends:
-    """Return an interval for Σ sums / Σ counts over clusters like these, which may be few and skewed.
+def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Ends:
+    """Return a 95% interval for Σ sums / Σ counts over clusters like these, which may be few and skewed.
 
     Student's interval by the jackknife over clusters, after Hall's transformation; formulas and sources as for the
     mean in :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts. Sums (c,) are finite, counts
@@ -164,7 +157,7 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidenc
     residuals = (sums - ratio * counts) / counts.sum()
     changes = residuals / (1 - weights)
     error, squares = math.sqrt((clusters - 1) / clusters * float(changes @ changes)), float(residuals @ residuals)
-    critical = float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights)))
+    critical = float(scipy.stats.t.ppf(_LEVEL, _freedom(weights)))
     shape = float((residuals**3).sum()) / (3 * squares**1.5) if squares else 0.0  # γ/(3√c), γ the skewness
     high, low = (ratio - error * _unskewed(t, shape) for t in (-critical, critical))
     return low, high
@@ -174,22 +167,17 @@ class _Spread:
     """Standard errors of sums of residuals, with Student's factor for each."""
 
     def __init__(
-        self,
-        samples: NDArray[np.int64],
-        strata: NDArray[np.int64],
-        known: NDArray[np.bool_],
-        share: float,
-        confidence: float,
+        self, samples: NDArray[np.int64], strata: NDArray[np.int64], known: NDArray[np.bool_], share: float
     ) -> None:
         self._share = share
         sequences, self._cluster = np.unique(samples, return_inverse=True)
         drawn, self._stratum = np.unique(strata, return_inverse=True)
-        self._sequences, self._strata, level = len(sequences), len(drawn), (1 + confidence) / 2
+        self._sequences, self._strata = len(sequences), len(drawn)
         self._weights = self.of_sequences(known / known.sum())
         self._clusters = int((self._weights > 0).sum())
         freedom = float(max(1, len(strata) - len(drawn))), _freedom(self._weights)
         self.effective = round(freedom[1] + 1, 9)  # number of equal sequences with the same accuracy
-        self._critical = float(scipy.stats.t.ppf(level, freedom[0])), float(scipy.stats.t.ppf(level, freedom[1]))
+        self._critical = [float(scipy.stats.t.ppf(_LEVEL, each)) for each in freedom]
 
     def errors(self, residuals: NDArray[np.float64]) -> tuple[Ends, Ends]:
         """Return standard errors and factors, for these sequences and for such; NaN if the error is unknown."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.rounding import NumberFormat, may_swap, rounded
+from semdiag.mathematics.score_strips import as_mask
 from semdiag_models import InputError
 
 
@@ -38,7 +39,7 @@ def allowed_keys(
         keys: number of keys n.
         lengths: int64, number of valid keys of each sequence: one number; one per entry of the first dimension; or
             as many dimensions as ``rows``, each of the same size or 1. None means all keys.
-        starts: position of the first valid key (after padding on the left), in the same form. None means 0.
+        starts: position of the first valid key, in the same form. None means 0.
         documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: document of each token,
             negative for padding; the tokens of a document are contiguous.
         causal: whether to exclude the keys after the query.
@@ -69,7 +70,6 @@ def allowed_keys(
 
 
 def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
-    """Expand numbers to one per row."""
     shape = tuple(numbers.shape)
     if numbers.numel() == 1:
         return numbers.reshape(()).expand(rows)
@@ -161,10 +161,9 @@ def judge_rows(
         keys: number of keys n.
         allowed: keys that each row may choose.
         kind: format to which the engine rounded these scores before it chose.
-        engines: 1 if the engine chose by these scores, 2 if another engine rounded them, see
-            :func:`~semdiag.mathematics.rounding.may_swap`.
-        error: (rows, n) ≥ 0, largest distance of each score from the engine's; the scores were then recomputed,
-            and not rounded. None means that the engine chose by these scores.
+        engines: 1 if the engine chose by these scores, 2 if another engine rounded them.
+        error: (rows, n) ≥ 0, largest distance of recomputed scores from the engine's. None means that the engine
+            chose by these scores.
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1
@@ -266,9 +265,7 @@ class _Part:
         assert self.error is not None
         own = at.to(self.scores.device)
         scores, error = self._again(own).double(), self.error[own].to(self.scores.device, torch.float64)
-        marked = torch.zeros(len(own), self.keys + 1, dtype=torch.bool, device=scores.device)
-        slots = self.indices[own]
-        chosen = marked.scatter_(1, slots.where(slots >= 0, self.keys), True)[:, : self.keys]
+        chosen = as_mask(self.indices[own], self.keys)
         lowest = (scores + error).masked_fill(~chosen, torch.inf).amin(1)
         return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
 
@@ -311,7 +308,6 @@ class _Part:
         return kth
 
     def _by_scores(self, grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
-        """Grade the rows whose keys are valid."""
         fine = grade == 0
         grade[fine] = _GRADE["exact"]
         grade[fine & (left == worst)] = _GRADE["legal_tie"]
@@ -327,10 +323,7 @@ class _Part:
 
 
 def _rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
-    """Return whether the lower of two scores, rounded once to a format, is not below the higher one.
-
-    fl never falls, so they may be the least chosen and the best dropped score: docs/theory.md#rounded-scores.
-    """
+    """Return whether the lower of two scores, rounded once to a format, is not below the higher one."""
     lower, higher = lower.double(), higher.double()
     beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
     finite = lower.isfinite() & higher.isfinite()

@@ -69,8 +69,7 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
         >>> print(bound.unmet[0])
         assumption not met: the separation is positive in every row (smallest = -0.01, rows not positive = 1)
     """
-    delta, k = _checked(dispersion, keys)
-    gap = _checked_separation(separation)
+    delta, gap, k = _all_checked(dispersion, separation, keys)
     log_xi = log_sum(fixed_mask_stability(delta, k).log_value, _log_swap_cost(delta, gap, k))
     return Bound(log_xi, (positive_separation(gap),), "docs/theory.md#heavy-hitter-stability")
 
@@ -104,8 +103,7 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
         >>> heavy_hitter_row_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
         tensor([200.0000,   1.0000], dtype=torch.float64)
     """
-    delta, k = _checked(dispersion, keys)
-    gap = _checked_separation(separation)
+    delta, gap, k = _all_checked(dispersion, separation, keys)
     log_xi = heavy_hitter_stability(delta, gap, k).log_value
     log_swap = math.log(2) - torch.log(gap.clamp(min=0))
     log_row = torch.minimum(torch.log(2 * k) + log_xi, log_swap.clamp(min=0))
@@ -124,8 +122,7 @@ def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real)
         >>> heavy_hitter_split_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
         tensor([201.,   1.], dtype=torch.float64)
     """
-    delta, k = _checked(dispersion, keys)
-    gap = _checked_separation(separation)
+    delta, gap, k = _all_checked(dispersion, separation, keys)
     log_xi = heavy_hitter_stability(delta, gap, k).log_value
     log_split = torch.minimum(torch.log(2 * k) + log_xi, log_one_plus_inverse(gap.clamp(min=0) / 2))
     return Bound(log_split, (positive_separation(gap),), "docs/theory.md#attention-map")
@@ -155,11 +152,11 @@ def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
     return delta, k
 
 
-def _checked_separation(separation: Real) -> Tensor:
-    gap = float64(separation)
+def _all_checked(dispersion: Real, separation: Real, keys: Real) -> tuple[Tensor, Tensor, Tensor]:
+    (delta, k), gap = _checked(dispersion, keys), float64(separation)
     if bool(gap.isnan().any()):
         raise ValueError("A separation is NaN. If nothing is masked, write it as +inf.")
-    return gap
+    return delta, gap, k
 
 
 def local_stability(scores: Tensor, selected: Tensor) -> Tensor:

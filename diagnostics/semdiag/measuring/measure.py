@@ -64,16 +64,13 @@ def measure(
         model: model from :func:`semdiag.load`, or any module of your own.
         batches: inputs of the model: a tensor, a dictionary of keyword arguments or a tuple of positional ones; or
             an iterable of them, which is read one batch at a time. One tensor or dictionary is cut into batches.
-        labels: (N,) classes, for the accuracy of semdiag's own models; refused for others, whose outputs are not
-            read here. None if unknown.
+        labels: (N,) classes, for the accuracy of semdiag's own models; refused for others.
         queries: number of queries drawn per sample and head of the longest sequence, and the same fraction of all
             others. None means all. Every query has the same probability, so plain means and percentiles are
-            estimates; no score of the others is computed. Extremes and key loads are over the drawn queries. Token
-            ids give the longest length; on other inputs the model runs once more to find it. Of an iterator, the
-            first batch decides, and a remark gives the number drawn of a longer sequence.
+            estimates; no score of the others is computed. Extremes and key loads are over the drawn queries. Of an
+            iterator, the first batch decides on the longest length.
         real: (N, L) bool over all samples, false for padding; padded queries are left out. By default it is read
-            from the usual arguments (``attention_mask``, ``key_padding_mask``, …). A remark names attention that
-            it does not fit.
+            from the usual arguments (``attention_mask``, ``key_padding_mask``, …).
         inputs: origin of the inputs, for the report.
         k: counterfactual number of heavy hitters, or several; each adds columns for every query. Of several,
             those above the number of keys are left out, with a remark.
@@ -92,9 +89,8 @@ def measure(
         Measurements of this one model.
 
     Raises:
-        InputError: if an argument is invalid, ``real`` fits no attention, there is no sample or nothing but PAD,
-            no query has enough keys, the model cannot run on the inputs or has no attention that can be captured,
-            or no k is in 1 … length.
+        InputError: if an argument is invalid, ``real`` fits no attention, there is no query with enough keys, the
+            model cannot run on the inputs or has no attention that can be captured, or no k is in 1 … length.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -244,7 +240,6 @@ def no_attention(path: str, audit: Audit) -> InputError:
 
 
 def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) -> None:
-    """Refuse to go on without any query."""
     if rows.empty:
         ways = ["a larger --queries"] * (draws.share < 1) + ["a smaller --min-keys"] * (least > 1)
         some, keys = "drawn " * (draws.share < 1), f"{least} keys" if least > 1 else "a key"

@@ -101,7 +101,6 @@ def _safetensors(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def _stored(path: Path, file: BufferedReader, offset: int, entry: Any) -> Tensor:
-    """Read one tensor of a safetensors file."""
     kind, shape, (begin, end) = _TYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
     if kind is None:
         raise InputError(f"{path} holds numbers of type {str(entry['dtype'])[:20]}; known: {', '.join(_TYPES)}.")
@@ -188,25 +187,19 @@ class Measurements:
     :func:`~semdiag.measuring.probe.optional_tables`, are empty if they were not measured.
 
     Args:
-        models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,
-            global_tokens, norm, pooling, setting (other deviations from the defaults), seed, epoch, blocks, heads,
-            length, parameters, samples, drawn (queries per sample and head of the longest sequence; 0 for all),
-            share (of the queries that were looked at), share_kept (of these, in the table of queries), inputs,
-            accuracy, number of attention layers found and captured, residual. For an external model, unknown
-            entries are missing, blocks are its attention layers, and attention is ``full``, ``causal`` or
-            ``masked``.
-        queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
-            separation (+inf if nothing is dropped), largest_weight (of its attention weights); for models with
-            hashes or clusters recall (of the k largest scores); and dispersion_kK, separation_kK, weight_kept_kK
-            (share of the weight on the K largest) for each counterfactual K.
+        models: one row per model: path, origin, task, attention, other settings, sizes, samples, drawn (queries
+            per sample and head of the longest sequence; 0 for all), share (of the queries that were looked at),
+            share_kept (of these, in the table of queries), accuracy, numbers of attention layers found and
+            captured, residual. For an external model, unknown entries are missing, blocks are its attention
+            layers, and attention is ``full``, ``causal`` or ``masked``.
+        queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion, separation
+            (+inf if nothing is dropped), largest_weight; for models with hashes or clusters recall (of the k
+            largest scores); and dispersion_kK, separation_kK, weight_kept_kK for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, load_kK, and the weight received, Σ_i p_ij.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
-        tables: further tables by name; omitted ones are empty.
-
-    Raises:
-        TypeError: if a table has an unknown name.
+        tables: further tables by name; an unknown name is a TypeError.
     """
 
     models: pd.DataFrame
@@ -343,7 +336,6 @@ def _files(folder: Path) -> list[str]:
 
 
 def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:
-    """Refuse tables that contradict each other."""
     models = tables["models"]["model"]
     if not isinstance(provenance, dict):
         raise InputError(f"{folder / 'provenance.json'} must hold a JSON object.")

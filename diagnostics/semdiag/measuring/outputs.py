@@ -43,7 +43,6 @@ def _given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
 
 
 def _targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
-    """Return labels as the targets of logits."""
     samples, positions, classes = values.shape
     what = f"{samples} samples of {positions} predictions among {classes} classes"
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
@@ -213,8 +212,9 @@ class Reader:
         values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
         targets = _targets_of(labels, name, values)
         loss = output.get("loss") if isinstance(output, Mapping) else None
-        single = isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
-        if not single or not math.isfinite(value := float(loss)):
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            return ""
+        if not math.isfinite(value := float(loss)):
             return ""
         moved = _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
         ours = [_cross_entropy(values, each) for each in (targets, moved)]
@@ -309,7 +309,6 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
 
 
 def _sample(batch: Batch, at: int) -> Batch:
-    """Return one sample of a batch that can be cut."""
     return next(islice(batching.each(batch, 1), at, None))
 
 

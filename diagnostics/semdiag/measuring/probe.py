@@ -115,8 +115,7 @@ class Probe:
     name: str  # name in messages
     plan: type  # frozen dataclass of its options; a survey finds the probe by the type of a plan
     tables: tuple[Table, ...]  # tables that it makes
-    # makes tables by name from subject, plan and the result of ``prepare``
-    measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
+    measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]  # of a plan, and what ``prepare`` returned
     # makes an observer of the clean pass from the arguments of ``measure``; None for no observer
     watch: Callable[[Subject, Any, Any], Watcher | None] = lambda subject, plan, prepared: None
     prepare: Callable[[Any, Any], Any] = _none
@@ -247,8 +246,12 @@ class KeptRows:
         totals = pd.concat(levels).groupby(["quantity", "layer", "head"]).agg(_TOTALS)
         for row in totals.reset_index().to_dict("records"):
             drawn = self._sample(row["quantity"], row["layer"], row["head"])
-            cuts = np.percentile(drawn, PERCENTILES[1:-1]) if len(drawn) else [math.nan] * (len(PERCENTILES) - 2)
-            ends = [row["min"], *cuts, row["max"]]
+            inner = PERCENTILES[1:-1]
+            ends = [
+                row["min"],
+                *(np.percentile(drawn, inner) if len(drawn) else [math.nan] * len(inner)),
+                row["max"],
+            ]
             yield {
                 **{name: row[name] for name in ("quantity", "layer", "head", "undefined", "not_positive")},
                 "queries": row["count"] + row["undefined"],

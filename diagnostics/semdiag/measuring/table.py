@@ -16,21 +16,14 @@ from semdiag_models.reading import check_packed, csv_cell, from_csv_cell, open_f
 if TYPE_CHECKING:
     import pyarrow
 
-_KINDS = {
-    **dict.fromkeys(("int32", "int64", "Int64"), "int"),
-    **dict.fromkeys(("float32", "float64"), "float"),
-    "bool": "bool",
-    "str": "text",
-}
+_KINDS = dict.fromkeys(("int32", "int64", "Int64"), "int") | dict.fromkeys(("float32", "float64"), "float")
+_KINDS |= {"bool": "bool", "str": "text"}
 _COUNT = 0, 2**31 - 1
 _RANGES: dict[str, tuple[float, float]] = {  # ranges of columns with the same meaning in every table
-    **dict.fromkeys(
-        ("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws", "drawn"), _COUNT
-    ),
+    **dict.fromkeys(("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws"), _COUNT),
+    **dict.fromkeys(("drawn", "attention_found", "attention_captured", "length"), _COUNT),  # length 0: not cut
     **dict.fromkeys(("layer", "head"), (-1, 2**31 - 1)),
     **dict.fromkeys(("blocks", "heads", "samples", "width"), (1, 2**31 - 1)),
-    "length": _COUNT,  # 0: inputs that --lengths did not cut
-    **dict.fromkeys(("attention_found", "attention_captured"), _COUNT),
     **dict.fromkeys(("dispersion", "residual", "residual_over_rounding", "rounding"), (0, float("inf"))),
     **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),
 }

@@ -17,19 +17,17 @@ ACTIVATION_LIPSCHITZ = {
 }
 
 
-def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
-    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without; float64.
+def query_norm(token_norm: Real) -> Tensor:
+    """Return Ξ̃ = sqrt(Ξ² + 1), the largest norm of the query side (u, 1); float64.
 
-    Source: docs/theory.md#norms. Deviation: the paper has no biases.
+    Source: docs/theory.md#norms. Deviation: the paper has no biases, without which Ξ̃ = Ξ.
 
     Example:
-        >>> query_norm(3.0, query_bias=False).item()
-        3.0
-        >>> round(query_norm(3.0, query_bias=True).item(), 4)
+        >>> round(query_norm(3.0).item(), 4)
         3.1623
     """
     xi = float64(token_norm)
-    return torch.hypot(xi, torch.ones_like(xi)) if query_bias else xi
+    return torch.hypot(xi, torch.ones_like(xi))
 
 
 def normalisation_lipschitz(token_std: Tensor) -> Tensor:
@@ -75,9 +73,8 @@ class Bound:
     value; :attr:`unmet` says why not to rely on it.
 
     Example:
-        >>> bound = Bound(torch.tensor([0.0, 2.0]), (Assumption("k is the same", {}, holds=True),), "Thm 5")
-        >>> bound.largest, bound.holds
-        (2.0, True)
+        >>> Bound(torch.tensor([0.0, 2.0]), (Assumption("k is the same", {}, holds=True),), "Thm 5").holds
+        True
     """
 
     log_value: Tensor  # ln of the bound, float64, any shape; −inf stands for the constant 0, +inf for no guarantee
@@ -93,15 +90,6 @@ class Bound:
     def holds(self) -> bool:
         """Whether every assumption holds."""
         return not self.unmet
-
-    @property
-    def largest(self) -> float:
-        """Natural logarithm of the largest entry; −inf if there is none."""
-        return self.log_value.max().item() if self.log_value.numel() else -math.inf
-
-    def __str__(self) -> str:
-        head = f"ln of the bound at most {self.largest:.6g} [{self.source}]"
-        return "\n".join([head, *(f"  {assumption}" for assumption in self.assumptions)])
 
 
 def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
@@ -233,7 +221,6 @@ def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Te
 
 
 def _log_mlp_residual(block: BlockConstants) -> Tensor:
-    """Return the Lipschitz constant of Z in Y."""
     log_mlp = log(block.mlp.weight_in) + log(block.mlp.weight_out) + log(block.mlp.activation)
     log_norm = log(block.mlp_norm)
     return log_one_plus(log_norm + log_mlp) if block.pre_norm else log_norm + log_one_plus(log_mlp)

@@ -259,5 +259,6 @@ def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
     moments = covariances(weights, left, right)
     largest = left.norm(dim=-1).amax(-1) * right.norm(dim=-1).amax(-1)
     norms: Tensor = (moments @ moments.mT).square().sum((-2, -1)).pow(0.25)
-    # the rounding of the sums over the keys, and of a few further operations
-    return norms + (16 + weights.shape[-1]) * _EPS * largest[..., None]
+    # of the sums over the keys, and of a few further operations
+    rounding: Tensor = (16 + weights.shape[-1]) * _EPS * largest[..., None]
+    return norms + rounding

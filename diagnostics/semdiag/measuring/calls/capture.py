@@ -22,6 +22,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import undone
 from semdiag.mathematics.row_statistics import RowStatistics
+from semdiag.mathematics.score_strips import as_mask
 from semdiag.measuring.calls.collector import (
     KeptScores,
     Layers,
@@ -42,8 +43,6 @@ LARGEST_K = 32
 
 class Calls:
     """Attention calls of a capture, reduced on arrival: nothing of size L × L, no query and no key is kept.
-
-    ``capture(model, scores=True)`` also keeps the scores, for :meth:`scores` and :meth:`weights`.
 
     Every table has the columns call (number in the context), module, layer (in order of first calls), occurrence
     (number of the module's call in one forward pass), sample (row of the batch axis), head, and query or key. If a
@@ -100,25 +99,16 @@ class Calls:
         """Return the entropy −Σ p ln p of the attention weights of every query, in nats; NaN without keys."""
         return self._table("query", "entropy", None, lambda statistics, n: statistics.entropy)
 
-    def scores(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
+    def scores(self, layer: int, head: int | None = None) -> Tensor:
         """Return a layer's scores before its softmax, in nats, from a capture with ``scores=True``.
 
-        Args:
-            layer: number of the layer in the tables.
-            head: number of one head; None means all heads.
-            occurrence: as in the tables, to check it; a layer there is one call of a module in a forward pass.
-
-        Returns:
-            (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Several forward
-            passes are concatenated along the first axis.
-
-        Raises:
-            InputError: if the capture keeps no scores, there is no such call or head, or the forward passes differ
-                in length.
+        (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Forward passes are
+        concatenated along the first axis. Layers are numbered as in the tables. An InputError says that no scores
+        are kept, that there is no such call or head, or that the forward passes differ in length.
         """
-        return self._of_kept(layer, head, occurrence, KeptScores.scores)
+        return self._of_kept(layer, head, KeptScores.scores)
 
-    def weights(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
+    def weights(self, layer: int, head: int | None = None) -> Tensor:
         """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
         Arguments, shape and errors as of :meth:`scores`. With a learned logit in the denominator (attention
@@ -132,7 +122,7 @@ class Calls:
             >>> calls.weights(layer=0, head=0).shape
             torch.Size([1, 4, 4])
         """
-        return self._of_kept(layer, head, occurrence, KeptScores.weights)
+        return self._of_kept(layer, head, KeptScores.weights)
 
     def received(self) -> pd.DataFrame:
         """Return the weight that each key receives, r_j = Σ_i p_ij over the queries: a part of :meth:`loads`."""
@@ -180,9 +170,7 @@ class Calls:
                     f"Indices of layer {layer} are whole numbers (B, H or 1, L, k), of {(*size[:3], 'k')}, that "
                     f"lie in 0 … {length - 1} or are -1. Got {tuple(chosen.shape)}."
                 )
-            places = chosen.long().where(chosen >= 0, length).expand(*size[:3], -1)
-            mask = torch.zeros(*size[:3], length + 1, dtype=torch.bool).scatter_(3, places, True)[..., :-1]
-            mask &= scores.isfinite()
+            mask = as_mask(chosen.long().expand(*size[:3], -1), length) & scores.isfinite()
             best = largest(scores, mask.sum(-1, keepdim=True))
             attends = scores.isfinite().any(-1).sum((0, 2))
             shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]
@@ -191,16 +179,10 @@ class Calls:
             parts.append(pd.DataFrame({"layer": layer, "head": range(size[1]), **facts}))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
-    def _of_kept(
-        self,
-        layer: int,
-        head: int | None,
-        occurrence: int | None,
-        read: Callable[[KeptScores, int, int | None], Tensor],
-    ) -> Tensor:
+    def _of_kept(self, layer: int, head: int | None, read: Callable[[KeptScores, int], Tensor]) -> Tensor:
         if self._kept is None:
             raise InputError("This capture keeps no scores: use capture(model, scores=True).")
-        matrices = read(self._kept, layer, occurrence)
+        matrices = read(self._kept, layer)
         if head is not None and not 0 <= head < matrices.shape[1]:
             raise InputError(f"head must lie in 0 … {matrices.shape[1] - 1}. Got {head}.")
         return matrices if head is None else matrices[:, head]
@@ -238,11 +220,7 @@ class Calls:
         return self._audit.others.total()
 
     def _table(
-        self,
-        position: str,
-        name: str,
-        k: int | Sequence[int] | None,
-        value: Callable[[RowStatistics, int | None], Tensor],
+        self, position: str, name: str, k: int | Sequence[int] | None, value: Callable[[Any, int | None], Tensor]
     ) -> pd.DataFrame:
         ks: tuple[int | None, ...] = (None,) if k is None else whole_numbers(k, "k", 1)
         if wrong := [n for n in ks if n is not None and n > self._k]:
@@ -330,28 +308,21 @@ def capture(
 
     The model's outputs, parameters, mode and gradients are unchanged, and nothing is left behind after the
     context. The capture never stops the model: if it fails itself, :attr:`Calls.audit` says so. Watches may
-    overlap, in threads and in asynchronous tasks: each sees the calls of the thread or task that opened it, and of
-    those without a watch of their own. With dropout in training mode, layers have no residual.
+    overlap, in threads and in asynchronous tasks. With dropout in training mode, layers have no residual.
 
     Args:
         model: any module, unmodified.
         k: the largest k for :meth:`Calls.dispersion` and its like. Each query keeps k + 1 scores.
         queries: number of queries of the first call that are drawn per sample and head; of other calls the same
-            fraction is drawn. None means all. Every query has the same chance, and no score of the others is
-            computed: made for sequences of 100,000 tokens.
+            fraction is drawn. None means all. No score of the others is computed.
         scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`: batch × heads ×
             queries × keys numbers for each call, so for a few texts.
         real: (B, L) bool, false for padded queries. By default it is read from the arguments of each forward pass
-            (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` lists the calls that it does not
-            fit.
+            (``attention_mask``, …). :attr:`Calls.audit` lists the calls that it does not fit.
         seed: random seed for the draws.
 
     Yields:
-        Calls, which fill while the model runs.
-
-    Raises:
-        InputError: unless the model is a module, k and the seed are whole numbers of at least 0, ``queries`` one
-            of at least 2, and ``real`` a tensor with two axes.
+        Calls, which fill while the model runs. Arguments of other kinds are an InputError.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig

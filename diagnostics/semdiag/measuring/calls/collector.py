@@ -20,7 +20,7 @@ from semdiag.capturing.batches import whole_number
 from semdiag.mathematics.paper_stability import top_recall
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
-from semdiag.mathematics.score_strips import rows_of
+from semdiag.mathematics.score_strips import as_mask, rows_of
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, Tensors, counted_rows
 from semdiag.measuring.calls.residual import residual_numbers
 from semdiag.measuring.probe import SKETCHES, KeptRows
@@ -185,12 +185,6 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
     )
 
 
-def as_mask(selected: Tensor, length: int) -> Tensor:
-    """Convert key positions (B, H, L, K), -1 for none, to a mask (B, H, L, length)."""
-    mask = torch.zeros(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
-    return mask.scatter(-1, selected.where(selected >= 0, length), True)[..., :-1]
-
-
 DRAWN = "queries were drawn:"  # start of a remark about them
 FEWEST = 2  # a single query shows no variation
 
@@ -256,7 +250,6 @@ class KeptScores:
     def __init__(self) -> None:
         self._scores: dict[int, list[Tensor]] = {}
         self._sinks: dict[int, Tensor | None] = {}
-        self._occurrences: dict[int, int] = {}
 
     def add(self, call: AttentionCall, layer: int) -> None:
         """Keep the scores of a call whose padded queries are marked."""
@@ -267,19 +260,15 @@ class KeptScores:
         seen = call.counted[..., None]
         seen = seen if call.allowed is None else seen & call.allowed
         seen = seen if call.selected is None else seen & as_mask(call.selected, scores.shape[-1])
-        self._occurrences[layer] = call.occurrence
         self._scores.setdefault(layer, []).append(scores.masked_fill(~seen, -torch.inf).cpu())
         self._sinks[layer] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
 
-    def scores(self, layer: int, occurrence: int | None = None) -> Tensor:
+    def scores(self, layer: int) -> Tensor:
         """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are joined along B."""
-        own = self._occurrences.get(layer)
-        if own is None:
+        if layer not in self._scores:
             last = max(self._scores, default=None)
             layers = "none: run the model inside the context" if last is None else f"layers 0 to {last}"
             raise InputError(f"There are no scores of layer {layer}. Kept: {layers}.")
-        if occurrence not in (None, own):
-            raise InputError(f"Layer {layer} is occurrence {own} of its module. Got {occurrence}.")
         parts = self._scores[layer]
         if len({part.shape[1:] for part in parts}) > 1:
             raise InputError(
@@ -288,9 +277,9 @@ class KeptScores:
             )
         return torch.cat(parts)
 
-    def weights(self, layer: int, occurrence: int | None = None) -> Tensor:
+    def weights(self, layer: int) -> Tensor:
         """Return the softmax of :meth:`scores`, the sink's logit in the denominator; 0 in rows without keys."""
-        scores = self.scores(layer, occurrence)
+        scores = self.scores(layer)
         total = scores.logsumexp(-1, keepdim=True)
         if (sinks := self._sinks[layer]) is not None:
             total = torch.logaddexp(total, sinks[:, None, None])
@@ -419,7 +408,6 @@ class Collector:
         return torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64)
 
     def _receive(self, layer: int, samples: NDArray[np.int32], here: Tensors) -> None:
-        """Keep what has arrived of a call."""
         queries, some, bad = (here.pop(name) for name in ("queries", "some", "bad"))
         places, some_keys, sums = here.pop("places", None), here.pop("some_keys"), here.pop("heads")
         loads = {name: _flat(here.pop(name), np.int32) for name in [*here] if name.startswith("load")}

@@ -89,11 +89,11 @@ def demand(
     )  # fmt: skip
 
 
-def shortened(batch: Batch, length: int, samples: int = 1) -> Batch:
-    """Return the first samples of token ids, cut to a length."""
+def shortened(batch: Batch, length: int) -> Batch:
+    """Return the first sample of token ids, cut to a length."""
     if isinstance(batch, Tensor):
-        return batch[:samples, :length]
-    return {n: x[:samples, :length] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in dict(batch).items()}
+        return batch[:1, :length]
+    return {n: x[:1, :length] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in dict(batch).items()}
 
 
 def fitting_batch(

@@ -4,6 +4,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -106,48 +107,28 @@ class _Looking:
         self.parts: dict[str, str] = {}
         self.seen: bool | None = None  # whether attention was seen; None if it cannot look
         self.arrivals = Arrivals(polls=False)
-        self.thread: threading.Thread | None = None
-        self._failed: Exception | None = None
+        self.described: Future[None] | None = None  # in a thread; None where all numbers came from the CPU
 
     def follow(self) -> None:
-        """Describe what is still on its way, in a thread; nothing is where all numbers came from the CPU."""
+        """Describe what is still on its way."""
         if len(self.arrivals):
-            self.thread = threading.Thread(target=self._settle, daemon=True)
-            self.thread.start()
-
-    def _settle(self) -> None:
-        try:
-            self.arrivals.settle()
-        except Exception as error:
-            self._failed = error
-
-    @property
-    def arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return self.thread is None or not self.thread.is_alive()
-
-    def wait(self) -> Exception | None:
-        """Wait for all numbers; return the error in describing them, if there was one."""
-        if self.thread is not None:
-            self.thread.join()
-        return self._failed
+            threads = ThreadPoolExecutor(1)
+            self.described = threads.submit(self.arrivals.settle)
+            threads.shutdown(wait=False)
 
 
 class Monitor:
     """Monitors dispersion, separation, stability and entropy of a model's attention during training.
 
     At every ``every``-th forward call in training mode, it scores a few query rows of each attention call: 8 (or
-    ``queries``) random queries of 4 random samples, all heads. At other calls it does nothing. Outputs, gradients
-    and random numbers equal those of training without a monitor, to the last bit. It never stops training: if it
-    fails, even on a full disk, it warns. It also warns, once, if it cannot see some attention, which then has no
-    rows.
+    ``queries``) random queries of 4 random samples, all heads. Outputs, gradients and random numbers equal those
+    of training without a monitor, to the last bit. It never stops training: if it fails, even on a full disk, or
+    cannot see some attention, it warns.
 
     For compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls of
-    looks then run uncompiled, with other rounding (about 1e-7); the others run compiled. Hooks of a module inside
-    a compiled one are compiled with it and cannot look.
-
-    Several threads may train the model: a look belongs to the thread that began it, and other threads' forward
-    calls meanwhile are only counted. Under torch.distributed, every rank starts a monitor.
+    looks then run uncompiled, with other rounding (about 1e-7). Several threads may train the model: a look
+    belongs to the thread that began it, and other threads' forward calls meanwhile are only counted. Under
+    torch.distributed, every rank starts a monitor.
 
     Two tables grow. ``table`` has one row per step, attention layer and occurrence of the layer in that step:
     ``step, layer, module, occurrence, rows`` (scored queries that are not padding), and medians over these rows of
@@ -165,7 +146,7 @@ class Monitor:
         every: number of forward calls in training mode from one look to the next; the first call is looked at.
         k: number of heavy hitters for the counterfactual columns, or several numbers.
         path: ``.csv`` or ``.parquet`` file to which rows are appended; an existing one is continued. Rows of heads
-            go to ``NAME-heads`` beside it. The monitor locks both until it stops.
+            go to ``NAME-heads`` beside it.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
         log: function of a dictionary of numbers and the step, like ``wandb.log``. Keys are
             ``attention/layer_3/head_5/max_logit`` and, over the heads of a layer,
@@ -189,9 +170,8 @@ class Monitor:
 
     Raises:
         InputError: if an argument is invalid, no row can ever cross a rule, the file cannot be written or
-            continued or is locked by another monitor, TensorBoard is not installed, or (on start) the model has no
-            attention that can be watched or was compiled in place, or another rank has no monitor or one with
-            other arguments.
+            continued, TensorBoard is not installed, or (on start) the model has no attention that can be watched
+            or was compiled in place, or another rank has no monitor or one with other arguments.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -350,7 +330,7 @@ class Monitor:
             return
         if (behind := self._behind) is not None:
             again = not self._micro and self.step % self.every == 0
-            if again or self._ranks.joined or behind.arrived:
+            if again or self._ranks.joined or behind.described is None or behind.described.done():
                 self._catch_up()
         own = threading.current_thread()
         with self._turn:
@@ -383,7 +363,7 @@ class Monitor:
             self._now.parts = dict(self._ranks.parts)
             self._now.follow()
             self._behind = self._now
-            if self._now.thread is None:
+            if self._now.described is None:
                 self._catch_up()
         elif step is not None:  # the forward pass raised an exception
             self._ranks.fail(step)
@@ -425,7 +405,7 @@ class Monitor:
     def _finish(self, look: _Looking) -> list[Alarm]:
         start = time.perf_counter()
         self._faults.begin()
-        failed = look.wait()
+        failed = None if look.described is None else look.described.exception()  # waits
         own = monitor_heads.Look(look.step, look.rows, look.heads, look.parts)
         rows, heads = self._reduction(self._ranks.together(own))  # all ranks take part, whatever each of them saw
         if look.seen is False:
@@ -445,7 +425,6 @@ class Monitor:
         return alarms
 
     def _report_alarms(self, alarms: list[Alarm]) -> None:
-        """Report alarms in the user's way."""
         if callable(self._on_alarm):
             for alarm in alarms:
                 self._on_alarm(alarm)

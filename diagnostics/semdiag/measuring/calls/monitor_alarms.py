@@ -121,7 +121,6 @@ def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Ru
 
 
 def _change(quantity: str, side: str, steps: Any, every: int, floor: Any, high: float) -> Rule:
-    """Read the rule for a change within some steps."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < every:
         raise InputError(
             f"alarm: {quantity} is looked at every {every} steps; what {side} within {steps!r} is missed."

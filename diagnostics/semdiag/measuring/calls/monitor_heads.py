@@ -134,7 +134,6 @@ class Ranks:
 
 
 def _several() -> bool:
-    """Return whether there are other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

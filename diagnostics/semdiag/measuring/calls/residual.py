@@ -10,6 +10,7 @@ from semdiag.capturing.adapters.torch_functions import CORE_MECHANISM as MECHANI
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.provenance.softmaxes import MECHANISM as BY_HAND
 from semdiag.mathematics.planes import unraveled
+from semdiag.mathematics.score_strips import as_mask
 
 _CHECKED_ROWS = 32  # number of random rows, over all samples, heads and queries
 _LEAST_ROWS = 8  # of calls so long that more would take much memory or time
@@ -95,7 +96,6 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum values (r, n, Dv) with weights (r, n): (r, Dv)."""
     return (weights[:, None] @ values)[:, 0]
 
 
@@ -154,9 +154,7 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Ro
     if bias is not None:
         scores = scores + bias
     if call.selected is not None:
-        chosen = call.selected[index]
-        mask = torch.zeros(len(keep), full[3] + 1, dtype=torch.bool, device=keep.device)
-        keep = keep & mask.scatter(-1, chosen.where(chosen >= 0, full[3]), True)[:, :-1]
+        keep = keep & as_mask(call.selected[index], full[3])
     masked = scores.masked_fill(~keep, torch.finfo(dtype).min)
     if call.sinks is not None:
         masked = torch.cat([masked, call.sinks.to(dtype)[head][:, None]], -1)

@@ -195,8 +195,9 @@ def unnamed(module: LoadedModel | nn.Module) -> LoadedModel:
     if isinstance(module, LoadedModel):
         return module
     if not isinstance(module, nn.Module):
-        got = type(module).__name__
-        raise InputError(f"A model is a torch.nn.Module or what semdiag.load returns. Got {got}.")
+        raise InputError(
+            f"A model is a torch.nn.Module or what semdiag.load returns. Got {type(module).__name__}."
+        )
     return LoadedModel("model", "", module, "python" if isinstance(module, Encoder) else "module", "unknown")
 
 

@@ -121,7 +121,7 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
     """Return the paper's λ_A and λ_W from the largest norms, dispersion and load and the smallest separation."""
     k, heavy = encoder.config.keys_kept, encoder.config.attention in HEAVY_HITTERS
     xi = trace.token_norm.max()
-    norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi, query_bias=True))
+    norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi))
     delta = trace.dispersion.amax(0)
     gap = trace.separation.amin(0) if heavy else None
     beta = torch.ones_like(delta) if k is None else trace.load.amax(0).double() / k
@@ -201,7 +201,7 @@ class BlockAtPoint:
     @property
     def after_attention(self) -> Tensor:
         """(L, d, d), derivative of each output token in what attention adds to the residual stream."""
-        first, second = self.norm_jacobians
+        first, second = self.norm_jacobians.unbind()
         eye = torch.eye(first.shape[-1]).to(first)
         mlp = self.weights.mlp_out * self.slopes[:, None] @ self.weights.mlp_in  # W_R diag(σ') W_P of each token
         return eye + mlp @ second if self.pre_norm else second @ (eye + mlp) @ first
@@ -212,7 +212,8 @@ class BlockAtPoint:
         centred, std = self.streams - self.streams.mean(-1, keepdim=True), self.stds[..., None, None]
         width = centred.shape[-1]
         project = torch.eye(width).to(centred) - 1 / width
-        return (project - centred[..., :, None] * centred[..., None, :] / (width * std.square())) / std
+        outer: Tensor = centred[..., :, None] * centred[..., None, :]
+        return (project - outer / (width * std.square())) / std
 
     @property
     def stds(self) -> Tensor:
@@ -327,11 +328,9 @@ def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> Loc
                 gradient = network_bounds.loss_residual(logits, labels[start + sample])
                 residual = (gradient.norm() + _ROUNDING).clamp(max=network_bounds.CROSS_ENTROPY_LIPSCHITZ)
                 pooled_gradient = (gradient @ head).norm() + _ROUNDING * largest
-            ends = {"head.weight": pooled.norm(), "head.bias": torch.ones_like(largest)}
-            for name, value in ends.items():
-                sums.setdefault(name, []).append(value * residual)
-            for name, value in inside.items():
-                sums.setdefault(name, []).append(value * pooled_gradient)
+            found = {"head.weight": pooled.norm() * residual, "head.bias": residual}
+            for name, value in (found | {name: value * pooled_gradient for name, value in inside.items()}).items():
+                sums.setdefault(name, []).append(value)
     means = {name: torch.stack(values).mean(0) for name, values in sums.items()}
     network = float(log_root_sum_squares(log(torch.stack(list(means.values()))), dim=0))
     return LocalBounds({name: float(log(value)) for name, value in means.items()}, network)
@@ -341,12 +340,9 @@ def _propagate_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, 
     """Yield each input's logits, pooled token, and gradient bound of each tensor, per gradient norm there."""
     calls: list[BlockCall] = []
     seen: list[Tensor] = []
-    handle = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
-    try:
-        with torch.no_grad(), watch_blocks(encoder, calls.append):
-            encoder(tokens)
-    finally:
-        handle.remove()
+    hook = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
+    with hook, torch.no_grad(), watch_blocks(encoder, calls.append):
+        encoder(tokens)
     valid, ids = encoder.valid(tokens), encoder.sequence(tokens)
     blocks = [blocks_at_points(encoder, call, valid) for call in calls]
     for sample, (pooled, logits) in enumerate(zip(*seen, strict=True)):

@@ -269,7 +269,6 @@ def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]
 
 BLIND = 0.25  # fraction of the largest output: missing terms go unnoticed if rounding can change it by so much
 _OFF = 0.1  # a change of this fraction by rounding is as large as a missing term
-_OLDER = 1e-3  # residual above which something is missing, if the effect of rounding is unknown
 
 
 class Completeness(StrEnum):
@@ -292,8 +291,6 @@ def completeness(row: Mapping[str, Any]) -> Completeness:
     residual, excess = float(row["residual"]), float(row["residual_over_rounding"])
     if math.isnan(residual):
         return Completeness.UNKNOWN
-    if math.isnan(excess):
-        return Completeness.COMPLETE if residual < _OLDER else Completeness.MISSING
     if excess > 1:
         return Completeness.MISSING
     return Completeness.BLIND if row["rounding"] > BLIND or residual > _OFF else Completeness.COMPLETE

@@ -196,7 +196,7 @@ def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
     token = trace.token_norm.max()
     measured = {
         "gamma": weights.gamma, "upsilon": weights.upsilon, "token_norm": token[None],
-        "query_norm": query_norm(token, query_bias=True)[None], "score_reach": trace.score_reach.max()[None],
+        "query_norm": query_norm(token)[None], "score_reach": trace.score_reach.max()[None],
         "mlp_in": torch.as_tensor(sound.mlp.weight_in)[None],
         "mlp_out": torch.as_tensor(sound.mlp.weight_out)[None],
         "mlp_token_norm": trace.mlp_token_norm.max()[None], "mlp_hidden_norm": trace.hidden_norm.max()[None],

@@ -169,7 +169,7 @@ def constants(net: Net, ends: tuple[Trace, Trace]) -> BlockConstants:
             bilinear_form_norm(*(heads(e.weights, n) for n in ("W_q", "W_k", "b_q")), score_scale(HEAD, TAU)),
             value_output_norm(heads(e.weights, "W_o"), heads(e.weights, "W_v")),
             token[:, None],
-            query_norm(token[:, None], query_bias=True),
+            query_norm(token[:, None]),
         )
         for e in ends
     ]
