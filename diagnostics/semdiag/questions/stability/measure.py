@@ -33,7 +33,7 @@ from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
-from semdiag.questions.stability import NOISE, SecantsPlan, check_levels
+from semdiag.questions.stability import NOISE, SecantsPlan
 from semdiag.questions.stability.gains import GAINS, QUERIES, measure_gains, spaced
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64
@@ -147,7 +147,6 @@ def measure_secants(
 
     Of long samples of an external model only evenly spaced queries are compared, and fewer samples run.
     """
-    check_levels(levels)
     loaded, device = unnamed(model), with_float64(device)
     parts: list[dict[str, Any]] = []
     reach, level, done, size = Reach(), 0.0, 0, 0
