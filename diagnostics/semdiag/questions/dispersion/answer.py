@@ -216,8 +216,8 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
     for pair in find_pairs(findings.measurements.models, attention=None)[0]:
         common = sorted({*layers[pair.other]} & {*layers[pair.full]})
         for percentile, layer in product(RATIO_PERCENTILES, map(int, common)):
-            sides = (findings(known_rows, model, "dispersion", layer) for model in (pair.other, pair.full))
-            interval = ratio_interval(*sides, percentile=percentile, resamples=resamples)
+            other, full = (findings(known_rows, model, "dispersion", layer) for model in (pair.other, pair.full))
+            interval = ratio_interval(other, full, percentile=percentile, resamples=resamples)
             numbers = (interval.estimate, interval.low, interval.high)
             ratios.append((pair.other, pair.full, percentile, layer, *numbers))
     return pd.DataFrame(ratios, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
