@@ -75,20 +75,13 @@ def mask_stability(
 ) -> Measurements:
     """Compare the mask of every query with the masks of noisy copies of the same input.
 
-    Source: docs/theory.md#mask-stability. Deviation: not in the paper.
+    The plan says levels, draws, place and seed of the noise; ``labels``, (N,) classes, are for the accuracy. All
+    else, and what is refused, is as in :func:`k_sweep`.
 
-    Args:
-        model: A model from :func:`semdiag.load`, or any module.
-        batches: what the model is called with.
-        labels: (N,) classes, for the accuracy; None if unknown.
-        plan: levels, draws, place and seed of the noise.
-        how: Keywords, like those of :func:`k_sweep`.
+    Source: docs/theory.md#mask-stability. Deviation: not in the paper.
 
     Returns:
         Measurements with the tables ``masks`` and ``noise_effects``.
-
-    Raises:
-        InputError: if it cannot be measured of this model or these inputs.
     """
     return _asked(model, batches, labels, _plan(NoisePlan, plan, how), **how)
 
@@ -96,19 +89,13 @@ def mask_stability(
 def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = None, **how: Any) -> Measurements:
     """Compare the mask of every query in float64 with those of number formats.
 
-    Source: docs/theory.md#rounded-operands. Deviation: not in the paper.
+    The plan says the formats, and k of a model without a mask. All else, and what is refused, is as in
+    :func:`k_sweep`.
 
-    Args:
-        model: A model from :func:`semdiag.load`, or any module.
-        batches: what the model is called with.
-        plan: the formats, and k of a model without a mask.
-        how: Keywords, like those of :func:`k_sweep`.
+    Source: docs/theory.md#rounded-operands. Deviation: not in the paper.
 
     Returns:
         Measurements with the tables ``rounded_masks`` and ``lost_weights``.
-
-    Raises:
-        InputError: if it cannot be measured of this model or these inputs.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -156,20 +143,13 @@ def landscape(
 ) -> Measurements:
     """Evaluate the loss on every cell of planes through a checkpoint.
 
-    Source: docs/theory.md#empirical. Deviation: the directions of a random plane are orthogonal tensor by tensor.
+    Of an encoder, token ids (N, L) and classes (N,); the plan says planes, size and resolution. All else, and what
+    is refused, is as in :func:`k_sweep`.
 
-    Args:
-        model: A model from :func:`semdiag.load`, or an encoder of one's own.
-        batches: token ids (N, L).
-        labels: (N,) classes.
-        plan: planes, size and resolution.
-        how: Keywords, like those of :func:`k_sweep`.
+    Source: docs/theory.md#empirical. Deviation: the directions of a random plane are orthogonal tensor by tensor.
 
     Returns:
         Measurements with the table ``landscape``.
-
-    Raises:
-        InputError: if it cannot be measured of this model or these inputs.
     """
     return _asked(model, batches, labels, _plan(LandscapePlan, plan, how), **how)
 
@@ -179,20 +159,13 @@ def lipschitz(
 ) -> Measurements:
     """Estimate from below how steep the loss is in the parameters, and each block in its input; in float64.
 
-    Source: docs/theory.md#empirical. Deviation: see each part.
+    Of an encoder, the first ``plan.samples`` token ids (N, L) and classes (N,); the plan says how much is drawn,
+    and how far. All else, and what is refused, is as in :func:`k_sweep`.
 
-    Args:
-        model: A model from :func:`semdiag.load`, or an encoder of one's own.
-        batches: token ids (N, L); the first ``plan.samples`` are used.
-        labels: (N,) classes.
-        plan: how much is drawn, and how far.
-        how: Keywords, like those of :func:`k_sweep`.
+    Source: docs/theory.md#empirical. Deviation: see each part.
 
     Returns:
         Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``.
-
-    Raises:
-        InputError: if it cannot be measured of this model or these inputs.
     """
     return _asked(model, batches, labels, _plan(LipschitzPlan, plan, how), **how)
 

@@ -8,15 +8,14 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import pandas as pd
 from markupsafe import Markup, escape
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
 from semdiag.measuring.findings.findings import Completeness, Findings, completeness, modules_by_layer, records
 from semdiag.measuring.words import count, layer_name, number_words, percent, plain, text
-from semdiag.presenting.answer import Heading, page_environment, page_style
-from semdiag.presenting.tables import Column, NumberTable
-from semdiag.questions.heads import HeadMap
+from semdiag.presenting.answer import Answer, Heading, page_environment, page_style
+from semdiag.presenting.tables import Column
+from semdiag.questions.heads import head_cells, outlying_heads
 from semdiag.questions.registry import QUESTIONS
 
 
@@ -184,28 +183,27 @@ def _template() -> Any:
 
 
 def render_page(
+    findings: Findings,
     content: dict[str, Any],
+    answers: Mapping[str, Answer],
     parts: Sequence[tuple[str, Sequence[Heading]]],
     pictures: dict[str, Picture],
-    non_finite: pd.DataFrame,
     keep_queries: bool,
-    theory: Sequence[str] = (),
-    outliers: Sequence[tuple[str, str | None, str]] = (),
-    headlines: Mapping[str, list[str]] | None = None,
-    head_map: HeadMap | None = None,
-    look: str | None = None,
-    tables: Mapping[str, Sequence[NumberTable]] | None = None,
+    theory: Sequence[str],
+    look: str | None,
 ) -> str:
     """Fill the template; every value is escaped, and control characters are made visible."""
-    rows = content["results"]
-    lead, glances, headlines = content["verdict"][0], content["glances"], headlines or {}
+    rows, non_finite = content["results"], findings.measurements.non_finite
+    lead, glances = content["verdict"][0], content["glances"]
+    modules = findings(modules_by_layer, rows[0]["model"])
     sections = []
     for name, headings in parts:
         number = glances[name]["number"] if name in glances and len(rows) == 1 else ""  # it stands in the heading
         tile = f"{glances[name]['number']} {glances[name]['words']}." if name in glances else ""  # likewise
-        own = [s for s in headlines.get(name, []) if s == lead or not (s == tile or (number and number in s))]
+        own = [s for s in answers[name].headline if s == lead or not (s == tile or (number and number in s))]
         above = unsaid(own, [lead])
         more = unsaid(content["details"].get(name, []), [lead, *above])
+        tables = [each for each in answers[name].details or () if not isinstance(each, str)]
         place = "screen" if name in _SCREENS else "theory" if name in _THEORY else "details"
         for heading in headings:
             glanced = [each for each in headings if each.anchor == QUESTIONS[name].glanced]
@@ -217,10 +215,10 @@ def render_page(
                 {
                     "name": name, "heading": heading, "answer": answer and answer[:1].upper() + answer[1:] + ".",
                     "headline": above if first else [], "more": more if first else [], "place": place,
-                    "tables": (tables or {}).get(name, ()) if first else (),
+                    "tables": tables if first else (),
                 }
             )  # fmt: skip
-    said = {*content["cautions"], *(sentence for own in headlines.values() for sentence in own)}
+    said = {*content["cautions"], *(sentence for answer in answers.values() for sentence in answer.headline)}
     rest = [sentence for sentence in content["verdict"][1:] if sentence not in said]
     if len(parts) < 3 or not any(section["place"] == "screen" for section in sections):
         sections = [{**section, "place": "screen"} for section in sections]
@@ -242,7 +240,7 @@ def render_page(
         lead=lead,
         rest=rest,
         external=all(others),
-        head_map=head_map,
+        head_map=findings(head_cells) if "heads" in answers else None,
         look=look,
         tables={
             "encoders": ENCODERS,
@@ -254,7 +252,10 @@ def render_page(
         non_finite=non_finite.to_dict("records"),
         keep_queries=keep_queries,
         theory=theory,
-        outliers=outliers,
+        outliers=[
+            (f"head {head} of layer {layer_name(layer, modules)}", look and f"{look}#{layer}.{head}", words)
+            for layer, head, words in findings(outlying_heads)
+        ],
     )
     return page
 

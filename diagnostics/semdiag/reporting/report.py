@@ -20,7 +20,6 @@ from semdiag.measuring.findings.findings import (
     Findings,
     has_schema,
     json_ready,
-    modules_by_layer,
     schema,
     unlearned_sentences,
 )
@@ -28,13 +27,11 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
 from semdiag.measuring.training_runs import epochs_to
-from semdiag.measuring.words import layer_name
 from semdiag.presenting.answer import Answer, Heading, first_sentences, percentile_csv, verdict_table
 from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
 from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
 from semdiag.presenting.progress import Stages
 from semdiag.questions.dispersion.answer import dispersion_results, pair_comparisons
-from semdiag.questions.heads import head_cells, outlying_heads
 from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
 from semdiag.questions.registry import figures, reported
@@ -238,21 +235,9 @@ def _write(
     ]  # fmt: skip
     written = {"summary.json": visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))}
     written |= {LOOK: look} if look is not None else {}
-    modules = findings(modules_by_layer, measurements.models["model"].iloc[0])
-    heads = [
-        (f"head {head} of layer {layer_name(layer, modules)}", f"{LOOK}#{layer}.{head}" if look else None, words)
-        for layer, head, words in findings(outlying_heads)
-    ]
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
-    headlines = {name: list(answer.headline) for name, answer in answers.items()}
-    living = findings(head_cells) if "heads" in answers else None
-    details = {name: answer.details or () for name, answer in answers.items()}
-    grids = {name: [each for each in own if not isinstance(each, str)] for name, own in details.items()}
-    written["index.html"] = render_page(
-        content, parts, pictures, measurements.non_finite, keep_queries, others, heads, headlines, living,
-        LOOK if look else None,
-        grids,
-    )  # fmt: skip
+    page = LOOK if look else None
+    written["index.html"] = render_page(findings, content, answers, parts, pictures, keep_queries, others, page)
     for name, text in written.items():
         (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
     return content

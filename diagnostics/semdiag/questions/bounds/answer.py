@@ -202,23 +202,22 @@ def _cases(findings: Findings, fixed: bool, form: str) -> tuple[int, int, int]:
     return verdicts.count(Verdict.HOLDS), len(verdicts) - unmet, unmet
 
 
+_IN_SHORT = {
+    False: "Corollary 1: the top-k mask has the better guarantee {} (percentiles 75 to 95, both conditions).",
+    True: "The same for fixed masks, a control about which the corollary claims nothing: {}.",
+}
+
+
 def corollary_in_short(findings: Findings) -> list[str]:
     """Return in how many cases top-k masks have the better guarantee; then the same for fixed masks."""
     sentences = []
-    for fixed, start, end in (
-        (
-            False,
-            "Corollary 1: the top-k mask has the better guarantee",
-            " (percentiles 75 to 95, both conditions)",
-        ),
-        (True, "The same for fixed masks, a control about which the corollary claims nothing:", ""),
-    ):
+    for fixed, words in _IN_SHORT.items():
         parts = []
         for form in ("paper", "sound"):
             met, stated, unmet = _cases(findings, fixed, form)
             more = f" (assumption not met in {unmet} more)" if unmet else ""
             parts += [f"in {met} of {counted(stated, 'case')} in the {form} form{more}"] if stated + unmet else []
-        sentences += [f"{start} {', '.join(parts)}{end}."] if parts else []
+        sentences += [words.format(", ".join(parts))] if parts else []
     return sentences
 
 

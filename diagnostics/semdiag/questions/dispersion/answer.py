@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -210,23 +211,15 @@ RESAMPLES = 300  # of whole sequences: the ends of a 95% interval are then known
 
 def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
     """Return the ratios of dispersion between every sparse model and its full counterpart, by layer."""
-    pairs, _ = find_pairs(findings.measurements.models, attention=None)
-    queries = findings.measurements.queries
-    rows = {
-        (str(model), int(layer)): known_rows(findings, str(model), "dispersion", int(layer))
-        for model, of_model in queries.groupby("model", sort=True)["layer"]
-        for layer in sorted(of_model.unique())
-    }
+    layers = findings.measurements.queries.groupby("model")["layer"].unique()
     ratios = []
-    for pair in pairs:
-        layers = [layer for model, layer in rows if model == pair.other and (pair.full, layer) in rows]
-        for percentile in RATIO_PERCENTILES:
-            for layer in layers:
-                interval = ratio_interval(
-                    rows[pair.other, layer], rows[pair.full, layer], percentile=percentile, resamples=resamples
-                )
-                numbers = (interval.estimate, interval.low, interval.high)
-                ratios.append((pair.other, pair.full, percentile, layer, *numbers))
+    for pair in find_pairs(findings.measurements.models, attention=None)[0]:
+        common = sorted({*layers[pair.other]} & {*layers[pair.full]})
+        for percentile, layer in product(RATIO_PERCENTILES, map(int, common)):
+            other, full = (findings(known_rows, model, "dispersion", layer) for model in (pair.other, pair.full))
+            interval = ratio_interval(other, full, percentile=percentile, resamples=resamples)
+            numbers = (interval.estimate, interval.low, interval.high)
+            ratios.append((pair.other, pair.full, percentile, layer, *numbers))
     return pd.DataFrame(ratios, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
 
 

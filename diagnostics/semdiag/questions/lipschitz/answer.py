@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -37,41 +38,40 @@ RESAMPLES = 500
 Array = NDArray[np.float64]
 
 
-def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
+def secant_percentiles(findings: Findings) -> pd.DataFrame:
     """Return percentiles of the secants in random planes of all tensors, by radius."""
     rows: list[dict[str, Any]] = []
     for model, radius, secants in _circles(findings.measurements):
-        planes = _by_plane(secants)
-        draws = _resampled([planes], seed)
-        shared = {"model": model, "radius": radius, "distance": float(secants["distance"].median())}
-        shared |= {"pairs": len(secants), "planes": len(planes)}
-        for place, percentile in enumerate(PERCENTILES):
-            estimate = float(np.percentile(planes, percentile))
-            low, high = interval_ends(draws[0][:, place], len(planes))
-            rows.append({**shared, "percentile": percentile, "estimate": estimate, "low": low, "high": high})
-    columns = ["model", "radius", "distance", "pairs", "planes", "percentile", "estimate", "low", "high"]
-    return pd.DataFrame(rows, columns=columns)
+        facts = {"model": model, "radius": radius, "distance": float(secants["distance"].median())}
+        rows += _percentile_rows([_by_plane(secants)], {**facts, "pairs": len(secants)})
+    return pd.DataFrame(rows, columns=["model", "radius", "distance", "pairs", *_PERCENTILE])
 
 
-def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame:
+def secant_ratios(findings: Findings, pair: Pair) -> pd.DataFrame:
     """Return percentiles of a counterpart's secants over those of its full model, by radius."""
     planes = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
     rows: list[dict[str, Any]] = []
     for radius in sorted({radius for _, radius in planes}):
-        sides = [planes.get((model, radius)) for model in (pair.other, pair.full)]
-        above, below = sides
-        if above is None or below is None or len(above) != len(below):
-            continue
-        other, full = _resampled([above, below], seed)
-        for place, percentile in enumerate(PERCENTILES):
-            once = np.percentile(above, percentile), np.percentile(below, percentile)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                ratios = other[:, place] / full[:, place]
-                estimate = float(np.divide(*once))
-            low, high = interval_ends(ratios, len(above))
-            row = {"radius": radius, "percentile": percentile, "planes": len(above), "estimate": estimate}
-            rows.append({**row, "low": low, "high": high})
-    return pd.DataFrame(rows, columns=["radius", "percentile", "planes", "estimate", "low", "high"])
+        sides = [planes[model, radius] for model in (pair.other, pair.full) if (model, radius) in planes]
+        if len(sides) == 2 and len(sides[0]) == len(sides[1]):
+            rows += _percentile_rows(sides, {"radius": radius})
+    return pd.DataFrame(rows, columns=["radius", *_PERCENTILE])
+
+
+_PERCENTILE = ("planes", "percentile", "estimate", "low", "high")
+
+
+def _percentile_rows(sides: list[Array], facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield percentiles of a model's slopes, or of one's over another's, with intervals from the same draws."""
+    planes = len(sides[0])
+    draws = np.random.default_rng(0).integers(planes, size=(RESAMPLES, planes))
+    once = [np.percentile(side, PERCENTILES) for side in sides]
+    drawn = [np.percentile(side[draws].reshape(RESAMPLES, -1), PERCENTILES, axis=1) for side in sides]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        estimates, spread = (reduce(np.divide, values) for values in (once, drawn))
+    for percentile, estimate, several in zip(PERCENTILES, estimates, spread, strict=True):
+        low, high = interval_ends(several, planes)
+        yield {**facts, **dict(zip(_PERCENTILE, (planes, percentile, float(estimate), low, high), strict=True))}
 
 
 def _circles(measurements: Measurements) -> Iterator[tuple[str, float, pd.DataFrame]]:
@@ -86,14 +86,6 @@ def _by_plane(secants: pd.DataFrame) -> Array:
     slopes = [rows["slope"].to_numpy(np.float64) for _, rows in secants.groupby("draw", sort=True)]
     least = min(len(values) for values in slopes)
     return np.stack([values[:least] for values in slopes])
-
-
-def _resampled(models: list[Array], seed: int) -> list[Array]:
-    """Return percentiles of each model under the same draws of planes, (resamples, percentiles) each."""
-    rng = np.random.default_rng(seed)
-    planes = len(models[0])
-    draws = rng.integers(planes, size=(RESAMPLES, planes))
-    return [np.percentile(values[draws].reshape(RESAMPLES, -1), PERCENTILES, axis=1).T for values in models]
 
 
 SCOPE = (

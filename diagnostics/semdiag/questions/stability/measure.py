@@ -33,7 +33,7 @@ from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
-from semdiag.questions.stability import NOISE, SecantsPlan, check_levels
+from semdiag.questions.stability import NOISE, SecantsPlan
 from semdiag.questions.stability.gains import GAINS, QUERIES, measure_gains, spaced
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64
@@ -71,21 +71,14 @@ def _of_pairs(secants: pd.DataFrame, ln_sound: pd.Series, ln_row: pd.Series) -> 
 
 
 def _constants(attention: str, delta: Tensor, gap: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    names = ("ln_sound", "ln_paper", "ln_row")
     if attention in FIXED_MASKS:
-        bounds = {
-            "ln_sound": fixed_mask_stability(delta, kept),
-            "ln_paper": paper_fixed_mask_stability(delta, kept),
-            "ln_row": fixed_mask_row_stability(delta, kept),
-        }
-    elif attention in HEAVY_HITTERS:
-        bounds = {
-            "ln_sound": heavy_hitter_stability(delta, gap, kept),
-            "ln_paper": paper_heavy_hitter_stability(delta, gap, kept),
-            "ln_row": heavy_hitter_row_stability(delta, gap, kept),
-        }
-    else:
-        return dict.fromkeys(("ln_sound", "ln_paper", "ln_row"), torch.full_like(delta, torch.nan))
-    return {name: bound.log_value for name, bound in bounds.items()}
+        forms = (fixed_mask_stability, paper_fixed_mask_stability, fixed_mask_row_stability)
+        return {name: form(delta, kept).log_value for name, form in zip(names, forms, strict=True)}
+    if attention in HEAVY_HITTERS:
+        gapped = (heavy_hitter_stability, paper_heavy_hitter_stability, heavy_hitter_row_stability)
+        return {name: form(delta, gap, kept).log_value for name, form in zip(names, gapped, strict=True)}
+    return dict.fromkeys(names, torch.full_like(delta, torch.nan))
 
 
 def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
@@ -147,7 +140,6 @@ def measure_secants(
 
     Of long samples of an external model only evenly spaced queries are compared, and fewer samples run.
     """
-    check_levels(levels)
     loaded, device = unnamed(model), with_float64(device)
     parts: list[dict[str, Any]] = []
     reach, level, done, size = Reach(), 0.0, 0, 0

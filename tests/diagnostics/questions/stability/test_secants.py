@@ -9,7 +9,7 @@ import torch
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.table import column_types
 from semdiag.questions.stability import measure as perturbation
-from semdiag.questions.stability.measure import SECANTS, measure_secants, noisy_copies, with_bounds
+from semdiag.questions.stability.measure import SECANTS, SecantsPlan, measure_secants, noisy_copies, with_bounds
 from semdiag_models import InputError
 
 
@@ -125,9 +125,9 @@ def test_hooks_go_after_an_exception(wild_encoder, padded_tokens, untouched):
 
 
 @pytest.mark.parametrize("level", [0.0, -1.0, math.inf, math.nan])
-def test_a_level_that_no_noise_has_is_refused(wild_encoder, padded_tokens, level):
+def test_a_level_that_no_noise_has_is_refused(level):
     with pytest.raises(InputError, match="noise level must be a positive number"):
-        measure_secants(wild_encoder("full"), [padded_tokens[0]], levels=[level])
+        SecantsPlan((level,))
 
 
 def test_no_level_gives_an_empty_table(wild_encoder, padded_tokens):
