@@ -21,7 +21,7 @@ from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table, columns_of
 from semdiag.presenting.options import SUPPOSED_K
 from semdiag.questions.mask_stability import NoisePlan
-from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
+from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, row_changes, selection_of
 from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, small_parts, token_size
 
 MASKS = Table(
@@ -181,7 +181,6 @@ class _Probe:
     samples: int = 0
     sums: MaskSums = field(default_factory=MaskSums)
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
-    workspace: Workspace = field(default_factory=Workspace)
 
     def __post_init__(self) -> None:
         self.seeds = torch.Generator().manual_seed(self.plan.seed)
@@ -204,7 +203,7 @@ class _Probe:
         if self.selection is None:
             return
         draws, levels = self.plan.draws, len(self.plan.levels)
-        changes = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
+        changes = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection)
         self.sums.add(call.layer, replace(changes, counted=changes.counted & (changes.keys >= self.min_keys)))
 
     def compare(self, logits: Tensor) -> None:
