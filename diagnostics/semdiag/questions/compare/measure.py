@@ -451,7 +451,9 @@ def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditi
     """Refuse a model to which the token ids of the base's inputs mean something else, as far as that is known."""
     if isinstance(base.module, Encoder) and isinstance(other.module, Encoder):
         sizes = base.module.config.vocabulary_size, other.module.config.vocabulary_size
-        if sizes[0] != sizes[1] or _pieces(base) != _pieces(other):
+        texts_of = [getattr(model.training, "text", None) for model in (base, other)]
+        pieces = [getattr(text, "model", None) for text in texts_of]  # what cuts texts into tokens
+        if sizes[0] != sizes[1] or pieces[0] != pieces[1]:
             raise InputError(f"{base.path} and {other.path} cannot be compared: their token ids differ.")
     file, texts = conditions.inputs, conditions.texts
     if file is None or file.suffix not in SUFFIXES or texts.tokenizer is not None:
@@ -466,8 +468,3 @@ def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditi
                 f"{base.path} and {other.path} cannot be compared: the token ids of text {number} differ. If the "
                 f"model was made to read those of the base, say so: --tokenizer {find_folder(base.path)}."
             )
-
-
-def _pieces(model: LoadedModel) -> str | None:
-    text = None if model.training is None else model.training.text
-    return None if text is None else text.model

@@ -17,14 +17,7 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
-from semdiag.questions.k_sweep.budgets import (
-    BUDGET_TABLE,
-    EXTERNAL_KINDS,
-    OWN_KINDS,
-    halves,
-    masks_of,
-    search,
-)
+from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, EXTERNAL_KINDS, OWN_KINDS, halves, masks_of, search
 from semdiag.questions.k_sweep.rerun import LENGTHS_TABLE, RERUN_TABLE, few_ks, packed, rerun, rerun_ks
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_models import InputError

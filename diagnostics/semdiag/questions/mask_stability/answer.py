@@ -101,17 +101,14 @@ def _described(part: pd.DataFrame) -> Summary:
     }
 
 
-def _middle_level(findings: Findings) -> tuple[float, pd.DataFrame]:
-    table = findings(mask_table)
-    table, levels = table[table["layer"] == ALL], sorted(table["level"].unique())
-    return (float(levels[len(levels) // 2]) if levels else math.nan), table
-
-
 def masks_glance(findings: Findings) -> Glance:
     """Return the share of masks, own and supposed, that stay the same under the middle noise level."""
-    level, table = _middle_level(findings)
+    table = findings(mask_table)
+    table = table[table["layer"] == ALL]
     if table.empty:
         return Glance(Outcome.OPEN, "0 models", "have a mask that depends on the input")
+    levels = sorted(table["level"].unique())
+    level = float(levels[len(levels) // 2])
     rows = table[table["level"] == level]
     kinds = findings.measurements.models.set_index("model")["attention"]
     without = rows["model"].map(kinds).isin(DENSE)
