@@ -47,7 +47,7 @@ COMPARED_OUTPUTS = Table(
 _SUMS = ("targets", "predictions", "changed", "loss", "divergence")
 
 
-class Outputs:
+class _Outputs:
     """Compares the outputs of both models in float64, read as the base's are (:class:`Reader`)."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,7 +58,6 @@ class Outputs:
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """Return remarks on how outputs were compared, each with a code."""
         if self.reason:
             return [(f"outputs are not compared: {self.reason}", "outputs-not-compared")]
         return [] if self._reader is None else output_notes(self._reader)
@@ -349,7 +348,7 @@ def compare(
     """
     pair = CallPairs(base.path, other.path, top)
     with running(base, pair.keep, device, dtypes[0]) as one, running(other, pair.match, device, dtypes[1]) as two:
-        outputs, first = Outputs(one.module), 0
+        outputs, first = _Outputs(one.module), 0
         for batch in batches:
             _check_batch(base, batch)
             _check_batch(other, batch)

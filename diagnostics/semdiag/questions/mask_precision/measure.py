@@ -187,7 +187,6 @@ class _Collector:
     lost: list[pd.DataFrame] = field(default_factory=list)
 
     def add(self, call: AttentionCall) -> None:
-        """Reduce one attention call."""
         formats = [number_format(name) for name in self.plan.formats]
         rows = rounded_rows(call, self.plan.k, self.selection, formats)
         samples = self.numbers.of(len(call.q))

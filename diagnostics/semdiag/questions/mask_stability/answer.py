@@ -46,7 +46,7 @@ def mask_table(findings: Findings) -> pd.DataFrame:
         for layer, head, part in _places(of_level):
             rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
     columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
-    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+    return pd.DataFrame(rows, columns=None if rows else columns)
 
 
 def heads_pooled(findings: Findings) -> pd.DataFrame:

@@ -41,7 +41,7 @@ NOISE_EFFECTS = Table(
 )
 
 
-class MaskSums:
+class _MaskSums:
     """Sums over the draws of changes of masks, layer by layer."""
 
     def __init__(self) -> None:
@@ -61,12 +61,10 @@ class MaskSums:
         self._swings[layer] = self._swings[layer] + sums if layer in self._swings else sums
 
     def leave_out(self, layers: Collection[int]) -> None:
-        """Drop the sums of these layers."""
         for layer in layers:
             del self._rows[layer]
 
     def table(self, model: str, levels: Sequence[float], draws: int) -> pd.DataFrame:
-        """Return the table ``masks``."""
         parts = []
         for layer, batches in sorted(self._rows.items()):
             most = max(b["counted"].shape[-1] for b in batches)  # rows that pad a shorter batch do not count
@@ -179,7 +177,7 @@ class _Probe:
     selection: Selection | None
     min_keys: int
     samples: int = 0
-    sums: MaskSums = field(default_factory=MaskSums)
+    sums: _MaskSums = field(default_factory=_MaskSums)
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -104,14 +104,11 @@ def own_sentences(answer: Summary) -> list[str]:
     if others:
         sentences.append(f"Not measured, as their rows are not tokens: {_named(others)}.")
     for row in rows:
-        faulty = {name: number for name, number in row["counts"].items() if number and name not in _IN_ORDER}
+        faulty = {name: number for name, number in row["counts"].items() if number and name in FAULTS}
         if faulty:
             kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
             sentences.append(f"{row['module']} has faulty rows: {kinds}.")
     return sentences
-
-
-_IN_ORDER = ("exact", "legal_tie", "within_rounding", "within_error")
 
 
 def _named(names: list[str]) -> str:

@@ -85,7 +85,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def forget(self) -> None:
-        """Release the tensors of the module that has ended."""
         self._logits = self._sorted = None
 
     def _add(self, scores: Tensor, indices: Tensor, largest: bool) -> None:
