@@ -171,7 +171,6 @@ _ANSWERS = {
 
 
 def _number_words(numbers: Mapping[str, float]) -> Iterator[str]:
-    """Yield the numbers beside a verdict; what a count or a logarithm means is said."""
     ends = [numbers[name] for name in _GAPS if name in numbers]
     if len(ends) == 2:
         yield f"bounds are {factors(*ends)} times what was measured"

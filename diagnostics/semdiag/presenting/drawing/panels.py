@@ -122,7 +122,6 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
 
 
 def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
-    """Return distinct styles for models with the same attention: lighter, with another marker."""
     if not place:
         return style
     markers = [style.marker, *(other for other in _MARKERS if other != style.marker)]

@@ -351,7 +351,6 @@ def _growth(change: Value) -> str:
 
 
 def _harmed(share: Value, high: Value) -> str:
-    """Return the share of samples that change much, and the one-sided limit of that of inputs."""
     return "–" if math.isnan(number_from_json(share)) else f"{percent(share)} (≤ {percent(high)})"
 
 
@@ -423,7 +422,6 @@ def answer(findings: Findings) -> Answer:
 
 
 def _swept(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with the models' facts, of which k is another k."""
     return with_facts(findings, table.rename(columns={"k": "swept_k"}))
 
 
@@ -473,7 +471,6 @@ def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
 
 
 def _name(row: Row, several: bool) -> str:
-    """Return the kind of mask and its k; for top-p the share of the weight."""
     if row["k"] < 0:
         return str(row["mask"])
     return f"{row['mask']} {row['k']}{'%' * (row['mask'] == 'topp')}" if several else f"k = {row['k']}"

@@ -163,7 +163,6 @@ _MASK = 0.5  # what a mask takes at most of a watched pass: 1.1 to 2.2 forwards 
 def _fitting(
     batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
 ) -> list[Batch]:
-    """Return as many samples as can be run with this many masks in about this many seconds."""
     whole = sum(map(samples_of, batches))
     samples = max(1, int(limit / (seconds / whole * (1 + _MASK * masks))))
     if samples >= whole:

@@ -84,7 +84,6 @@ class Rows:
         return dice.random(size, dtype=np.float32)
 
     def _count(self, layer: int, part: Columns) -> None:
-        """Add the rows of a call to the totals."""
         used = part["luck"] < _UNUSED
         for k, name, values in quantities(part, self._ks, self._output_ks):
             totals = [_totals(values, used)]
@@ -173,7 +172,6 @@ def _by_place(values: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _sizes(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places, which are in order, and how often each occurs."""
     found: tuple[Tensor, Tensor] = torch.unique_consecutive(places, return_counts=True)
     return found
 

@@ -72,7 +72,6 @@ def rounded_rows(
 
 
 def _outside_the_model(call: AttentionCall) -> str:
-    """Return what puts a call outside the error model, in words; empty if nothing does."""
     if call.softcap is not None:
         return "scores that are capped"
     if call.sinks is not None:

@@ -153,7 +153,6 @@ _LEAST_STABLE = 5
 
 
 def _heads(level: Summary, every: bool) -> list[Summary]:
-    """Return the rows of the heads, or of many heads the least stable, in the order of the model."""
     heads: list[Summary] = level["layers"]
     if every or len(heads) <= _MOST_HEADS:
         return heads
@@ -173,7 +172,6 @@ def _output(level: Summary) -> str:
 
 
 def _shown(name: str, result: Summary) -> Iterator[str | NumberTable | Folded]:
-    """Yield the tables of one model: certified, predicted and observed, and related numbers."""
     yield f"{name}: {result['mask']}"
     yield from (f"{refused}." for refused in result["refused"] if refused != result["mask"])
     yield from precision_rows(result["precision"]) if result["precision"] else ()

@@ -83,7 +83,6 @@ class _Kept:
         self.calls[call.layer] = chosen, views * (chosen.shape[1] // len(views))
 
     def _view(self, allowed: Tensor) -> int:
-        """Return the index of a head's allowed keys among the known ones; new ones are appended."""
         for at, known in enumerate(self.allowed):
             if torch.equal(known, allowed):
                 return at

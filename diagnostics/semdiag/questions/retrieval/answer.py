@@ -78,7 +78,6 @@ def answer(findings: Findings) -> Answer | None:
 
 
 def _as_it_is(table: pd.DataFrame) -> Iterator[str]:
-    """Yield for each model in how many texts it answers as it is, and where that is too few."""
     for model, own in table[table["mask"] == NO_MASK].groupby("model", sort=False):
         parts = [
             f"{task} in {int(rows['right'].sum())} of {int(rows['texts'].sum())} texts of {length:,} tokens"
@@ -99,7 +98,6 @@ def _far(table: pd.DataFrame) -> list[Summary]:
 
 
 def _sentences(far: list[Summary]) -> Iterator[str]:
-    """Yield what masks find of facts that stand farther back than the keys they keep, and their perplexity."""
     for model, task in dict.fromkeys((row["model"], row["task"]) for row in far):
         parts = [
             f"{_mask_name(row['mask'], row['k'])} {row['right']} of {row['texts']} "
