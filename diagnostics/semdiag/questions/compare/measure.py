@@ -252,11 +252,16 @@ class CallPairs:
         self._parts: list[pd.DataFrame] = []
         self.left_out = 0
 
-    def start(self, samples: int) -> None:
-        """Begin a batch."""
-        self._kept, self._masks, self._size = [], [], 0
+    @contextmanager
+    def batch(self, samples: int) -> Iterator[None]:
+        """Run both models on a batch inside the context."""
+        self._kept, self._masks, self._size, self._next = [], [], 0, 0
         self._numbers.start(samples)
-        self._next = 0
+        yield
+        if self._next != len(self._kept):
+            raise InputError(
+                f"{self._refused} their attention is called {len(self._kept)} and {self._next} times in a forward."
+            )
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -293,7 +298,7 @@ class CallPairs:
             return
         place, self._next = self._next, self._next + 1
         if place >= len(self._kept) or (base := self._kept[place]) is None:
-            return  # finish() refuses, and says how many there are
+            return  # refused at the end, which says how many there are
         self._kept[place], other = None, own_copy(call)
         if reason := refusal(base, other):
             raise InputError(f"{self._refused} in layer {base.layer} they have {reason}.")
@@ -307,13 +312,6 @@ class CallPairs:
         sample = self._numbers.of(batch).repeat(heads)
         flat = {name: values.flatten().numpy() for name, values in columns.items()}
         self._parts.append(pd.DataFrame({"sample": sample, **place_of, **flat}))
-
-    def finish(self) -> None:
-        """End a batch."""
-        if self._next != len(self._kept):
-            raise InputError(
-                f"{self._refused} their attention is called {len(self._kept)} and {self._next} times in a forward."
-            )
 
     def table(self, names: dict[str, str]) -> pd.DataFrame:
         """Return the table ``compared``; rows of the same sample, such as windows, are summed up."""
@@ -355,14 +353,13 @@ def compare(
             moved, size = batching.moved(batch, one.device, one.dtype), samples_of(batch)
             batch_labels = None if labels is None else labels[first : first + size]
             random_numbers = RandomNumbers(one.device)
-            pair.start(size)
-            with pair.of("base"):
-                before = one(batch)
-            random_numbers.again()
-            with pair.of("other"):
-                after = two(batch)
+            with pair.batch(size):
+                with pair.of("base"):
+                    before = one(batch)
+                random_numbers.again()
+                with pair.of("other"):
+                    after = two(batch)
             outputs.add(before, after, moved, batch_labels, first)
-            pair.finish()
             first += size
             after_batch(size)
     if pair.left_out:

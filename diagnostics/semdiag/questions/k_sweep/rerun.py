@@ -186,15 +186,12 @@ def _rows(
 
 RERUN_TABLE = Table(
     "rerun",
-    (
-        "One row per mask, k and sample of a model that was run with it; of fewer than five samples one per part "
-        "of a sample, of at least chunk tokens each (0: whole samples). mask: none, a kind of sparse attention, "
-        "or a budget's name (k = -1). kept of keys: over all queries, heads and layers of its batch, a sample's "
-        "part (NaN without a mask). Sums over the sample's targets (loss, nats; correct) and over its "
-        "positions with a distribution (predictions, changed; divergence KL(without mask || with it), nats); "
-        "output_change: norm of the change of its outputs relative to their norm, +inf where that is no number, "
-        "NaN where the sample has no position."
-    ),
+    "One row per mask, k and sample of a model that was run with it; of fewer than five samples one per part of "
+    "a sample, of at least chunk tokens each (0: whole samples). mask: none, a kind of sparse attention, or a "
+    "budget's name (k = -1). kept of keys: a sample's part of those of its batch (NaN without a mask). Sums over "
+    "the sample's targets (loss, nats; correct) and its positions with a distribution (predictions, changed; "
+    "divergence KL(without mask || with it), nats); output_change: norm of the change of its outputs relative to "
+    "their norm, +inf where that is no number, NaN where the sample has no position.",
     columns_of(
         "model mask str; k int64; sample part chunk int32; targets correct predictions changed classes int64; "
         "loss divergence output_change kept keys float64"

@@ -89,8 +89,7 @@ class Rows:
             totals = [_totals(values, used)]
             if (k, name, layer) in self._totals:
                 totals.append(self._totals[k, name, layer])
-            heads = max(map(len, totals))  # calls of one layer may differ in their number of heads
-            self._totals[k, name, layer] = _joint(torch.stack([_padded(x, heads) for x in totals]))
+            self._totals[k, name, layer] = _joint(torch.stack(totals))
 
     def held(self) -> Columns:
         """Return what is held, (…, n), in the order of layers and heads; ``place`` numbers these."""
@@ -148,11 +147,6 @@ def _totals(values: Tensor, used: Tensor) -> Tensor:
 
 def _joint(totals: Tensor) -> Tensor:
     return torch.cat([totals[..., :4].sum(0), totals[..., 4:5].amin(0), totals[..., 5:].amax(0)], -1)
-
-
-def _padded(totals: Tensor, heads: int) -> Tensor:
-    nothing = totals.new_tensor([0, 0, 0, 0, math.inf, -math.inf])
-    return torch.cat([totals, nothing.expand(heads - len(totals), 6)])
 
 
 def _exact(totals: Tensor) -> Tensor:

@@ -358,7 +358,7 @@ def check_selection(
         None if given_scores is None else flat_rows(given_scores), flat_rows(chosen), number, allowed, kind,
         error=errors,
     )  # fmt: skip
-    rows = _table(shape, allowed, kind, *judged)
+    rows = _table(shape, allowed, kind, judged)
     counts = rows["class"].value_counts()
     return CheckedSelection(
         counts={name: int(counts[name]) for name in CLASSES}, rows=rows, k=chosen.shape[-1], keys=known,
@@ -425,14 +425,9 @@ def _keys(
 
 
 def _table(
-    shape: tuple[int, ...],
-    allowed: AllowedKeys,
-    kind: NumberFormat,
-    grade: Tensor,
-    worst: Tensor,
-    kth: Tensor,
-    left: Tensor,
+    shape: tuple[int, ...], allowed: AllowedKeys, kind: NumberFormat, judged: tuple[Tensor, ...]
 ) -> pd.DataFrame:
+    grade, worst, kth, left = judged
     places = np.unravel_index(allowed.counts.nonzero().squeeze(1).numpy(), shape)
     gap = torch.where(kth == worst, 0.0, kth - worst).clamp(min=0)
     separation = torch.where(worst == left, 0.0, worst - left)
