@@ -444,7 +444,6 @@ def compare_survey(
 
 
 def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditions: Conditions) -> None:
-    """Refuse a model to which the token ids of the base's inputs mean something else, as far as that is known."""
     if isinstance(base.module, Encoder) and isinstance(other.module, Encoder):
         sizes = base.module.config.vocabulary_size, other.module.config.vocabulary_size
         texts_of = [getattr(model.training, "text", None) for model in (base, other)]

@@ -115,7 +115,6 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
 
 
 def _weight(masses: pd.DataFrame, k: int) -> dict[str, Any]:
-    """Return the weight that k keeps, and of how many queries; empty if it was not measured."""
     if k not in masses.index:
         return {}
     left_out = int(masses["undefined"][k])
@@ -296,7 +295,6 @@ def _unseen_lines(unit: Unit, rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator[str]:
-    """Say in how many cases the paper's conditions are met by the k of the verdict, and by the best one."""
     met, what = conditions_met(findings, model), "The paper's conditions of Corollary 1"
     if not met:
         return

@@ -113,7 +113,6 @@ def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | s
 
 
 def _padded_sum(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Add two rows of counts that may differ in length."""
     width = max(first.shape[1], second.shape[1])
     wide = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (first, second))
     return np.add(*wide)

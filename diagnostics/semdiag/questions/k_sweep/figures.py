@@ -108,7 +108,6 @@ def _fixed_k(findings: Findings, model: str) -> pd.DataFrame:
 
 
 def _finding(rows: pd.DataFrame) -> str:
-    """Return in words whether the kinds differ: at the keys most of them keep, by the factor of their costs."""
     kinds = rows[rows["mask"] != RANDOM]
     middle = kinds[(kinds["change"] > 0) & np.isfinite(kinds["change"])].groupby("k")["change"]
     spread = (middle.max() / middle.min())[middle.count() > 1]
@@ -118,7 +117,6 @@ def _finding(rows: pd.DataFrame) -> str:
 
 
 def _length_finding(rows: pd.DataFrame) -> str:
-    """Return in words whether most kinds cost more, or less, on the longest texts than on the shortest."""
     ends = rows.sort_values("length").groupby("mask")[["low", "high"]].agg(["first", "last"])
     more = (ends["low", "last"] > ends["high", "first"]).mean()
     less = (ends["high", "last"] < ends["low", "first"]).mean()

@@ -147,7 +147,6 @@ def _ids(batch: Batch, decoder: bool) -> list[int] | None:
 
 
 def _words(model: LoadedModel, ids: list[int] | None) -> list[str] | None:
-    """Return what the model's tokenizer says of ids; without a tokenizer, the ids themselves."""
     if ids is None:
         return None
     try:

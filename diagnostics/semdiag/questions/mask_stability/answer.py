@@ -128,7 +128,6 @@ def masks_glance(findings: Findings) -> Glance:
 
 
 def _mask_facts(findings: Findings) -> str:
-    """Return noise, samples and draws behind the judged masks."""
     samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
     plan = findings.measurements.provenance.get("mask_noise") or {}
     seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"

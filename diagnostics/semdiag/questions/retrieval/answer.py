@@ -46,7 +46,6 @@ def _shares(some: int, every: int) -> dict[str, Any]:
 
 
 def _tile_table(findings: Findings) -> pd.DataFrame:
-    """Return what choices of blocks keep, heads together: over all layers (-1) and by layer."""
     rows, by = findings.measurements.tiles, ["model", "length", "kind", "k", "layer"]
     both = pd.concat([rows.assign(layer=ALL), rows], ignore_index=True)
     return both.groupby(by, as_index=False)[["keys", "weight", "exact_weight", "top_weight", "recall"]].mean()

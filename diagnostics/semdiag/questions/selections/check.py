@@ -532,7 +532,6 @@ def _names(layout: str, count: int) -> list[str]:
 
 
 def _valid_tokens(file: SelectionFile, sizes: dict[str, int], names: list[str]) -> Tensor:
-    """Return which tokens are not padding, bool (T,), in the order batch, sequence, tokens."""
     batch, sequence = sizes.get("batch", 1), sizes.get("sequence", 1) * sizes.get("tokens", 1)
     kept = torch.ones(batch, sequence, dtype=torch.bool)
     at = torch.arange(sequence)
