@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -52,10 +52,6 @@ class Glance:
     def sentence(self) -> str:
         """Return the number and what it counts."""
         return f"{self.number} {self.words}."
-
-    def to_dict(self) -> dict[str, str | bool]:
-        """Return plain values."""
-        return {**asdict(self), "answer": self.answer.value}
 
 
 @dataclass(frozen=True, eq=False)

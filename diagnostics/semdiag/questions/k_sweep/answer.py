@@ -443,15 +443,13 @@ def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
     several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
     control = {} if several else {row["k"]: row["change"] for row in rows if row["mask"] == RANDOM}
     shown = [row for row in rows if row["mask"] not in (NO_MASK, "" if several else RANDOM)]
-    added = (
+    rows = [
         {
-            "name": _name(row, several),
-            "random": control.get(row["k"]),
+            **row, "name": _name(row, several), "random": control.get(row["k"]),
             "growth": row["change"] if measure == "loss" else None,
         }
         for row in shown
-    )
-    rows = [row | extra for row, extra in zip(shown, added, strict=True)]
+    ]  # fmt: skip
     return NumberTable(_RERUN, rows, unit=measure.replace("_", " "))
 
 

@@ -137,11 +137,8 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     subject.expect(whole + (1 + len(masks)) * few + more)
     labels = labels if labels is None or wanted else labels[:few]
 
-    def count(size: int, samples: int) -> None:
-        subject.after_point(size * samples)
-
     try:
-        again = rerun(loaded, chosen, labels, masks, after_batch=partial(count, 1), **how)
+        again = rerun(loaded, chosen, labels, masks, after_batch=subject.after_point, **how)
     except InputError as error:
         if plan.reruns(external=False):  # the user asked for it
             raise
@@ -152,7 +149,8 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
         raise InputError(f"--lengths is for models that predict tokens, and {why}.")
     cuts = [again.assign(length=tokens)] if tokens in {*plan.lengths} - {*pieces} else []
     for n, cut in pieces.items():
-        passes = rerun(loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), **how)
+        count = partial(lambda step, samples: subject.after_point(step * samples), steps[n])
+        passes = rerun(loaded, cut, None, of_length[n], after_batch=count, **how)
         cuts.append(passes.assign(length=n))
     return {"rerun": again, "rerun_lengths": LENGTHS_TABLE.of_parts(cuts)}
 
