@@ -67,8 +67,7 @@ def k_sweep(
         >>> sorted(set(found.sweep["k"]))
         [0, 1, 2, 3]
     """
-    chosen = _plan(KSweepPlan, plan, how)
-    return _asked(model, batches, labels, chosen, **how)
+    return _asked(model, batches, labels, _plan(KSweepPlan, plan, how), **how)
 
 
 def mask_stability(
@@ -91,8 +90,7 @@ def mask_stability(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    chosen = _plan(NoisePlan, plan, how)
-    return _asked(model, batches, labels, chosen, **how)
+    return _asked(model, batches, labels, _plan(NoisePlan, plan, how), **how)
 
 
 def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = None, **how: Any) -> Measurements:
@@ -173,8 +171,7 @@ def landscape(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    chosen = _plan(LandscapePlan, plan, how)
-    return _asked(model, batches, labels, chosen, **how)
+    return _asked(model, batches, labels, _plan(LandscapePlan, plan, how), **how)
 
 
 def lipschitz(
@@ -197,8 +194,7 @@ def lipschitz(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    chosen = _plan(LipschitzPlan, plan, how)
-    return _asked(model, batches, labels, chosen, **how)
+    return _asked(model, batches, labels, _plan(LipschitzPlan, plan, how), **how)
 
 
 def _plan(kind: type[Any], plan: Any, how: dict[str, Any]) -> Any:

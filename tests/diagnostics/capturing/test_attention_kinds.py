@@ -7,7 +7,6 @@ import torch
 from semdiag.capturing.attention_call import (
     APPROXIMATE,
     BOUNDED,
-    CHANGING,
     DENSE,
     EXTERNAL_SOURCES,
     FIXED_MASKS,
@@ -21,6 +20,8 @@ from semdiag.capturing.attention_call import (
 from semdiag.measuring.calls.running import unnamed
 from semdiag.questions.mask_stability.mask_rows import selection_of
 from semdiag_models import ATTENTIONS, Encoder
+
+CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
 
 
 def test_the_trainers_kinds_and_those_of_external_masks():

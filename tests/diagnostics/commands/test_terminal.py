@@ -249,6 +249,7 @@ def test_a_survey_announces_each_probe(tiny_runs):
     assert stages == [str(tiny_runs.full), f"{tiny_runs.full}: k-sweep"]
 
 
+@pytest.mark.slow
 def test_a_report_is_opened_on_request_only(run_semdiag, here, tiny_runs, monkeypatch):
     opened = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
@@ -332,6 +333,7 @@ def test_a_mistyped_run_is_told_the_nearest(refusal, here):
         assert refusal("dispersion", named) == f"{named} does not exist. Did you mean {run}?"
 
 
+@pytest.mark.slow
 def test_as_many_of_given_inputs_are_measured_as_are_asked_for(run_semdiag, refusal, here, tiny_runs):
     np.save(here / "tokens.npy", np.zeros((5, 12), dtype=np.int64))
     words = ("dispersion", tiny_runs.full, "--inputs", "tokens.npy", "--figures", "none")

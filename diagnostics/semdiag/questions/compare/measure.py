@@ -17,9 +17,9 @@ from semdiag.capturing.batches import Batch, first_samples, samples_of
 from semdiag.capturing.inputs import SUFFIXES, has_tokenizer, read_texts, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.pretrained import find_folder
-from semdiag.mathematics.score_strips import largest_scores
+from semdiag.mathematics.score_strips import as_mask, largest_scores
 from semdiag.mathematics.selections import overlaps
-from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers, as_mask
+from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
 from semdiag.measuring.calls.running import RandomNumbers, placed, running
 from semdiag.measuring.encoders.traces import checked_batch
 from semdiag.measuring.measure import DTYPES, Conditions

@@ -17,7 +17,8 @@ from semdiag.capturing.batches import Batch, entries, longest, only_token_ids, s
 from semdiag.capturing.call_strips import CROSS
 from semdiag.capturing.inputs import SUFFIXES, TextOptions, Tokeniser, read_texts, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.calls.collector import Layers, as_mask
+from semdiag.mathematics.score_strips import as_mask
+from semdiag.measuring.calls.collector import Layers
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, counted_rows
 from semdiag.measuring.calls.running import placed, running
 from semdiag.measuring.encoders.traces import checked_tokens, fitting

@@ -322,6 +322,7 @@ def test_an_encoder_that_does_not_take_the_inputs_is_named(tiny_config, tiny_run
         both(load(tiny_runs.full).module, short, torch.zeros(2, 12, dtype=torch.int64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_in_python_the_same(kind, wild_encoder, padded_tokens):
     models = (

@@ -107,6 +107,7 @@ def row_changes(z, values, out, stream):
             yield k, "stream_change", float((out @ moved).norm()) / stream if drops else math.nan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "topk"])
 @pytest.mark.parametrize("batch_size", [100, 2])
 def test_the_table_is_as_defined(kind, wild_encoder, padded_tokens, batch_size):
@@ -236,6 +237,7 @@ def swept(encoder, padded_tokens, **plan):
     )
 
 
+@pytest.mark.slow
 def test_conditions_are_those_of_the_corollary_at_matching_percentiles(wild_encoder, padded_tokens):
     encoder = wild_encoder("full", 0.7)
     found = swept(encoder, padded_tokens, max_k=3)

@@ -113,6 +113,7 @@ def test_an_encoder_of_ours_is_sent_to_its_own_command(tiny_runs):
         survey([tiny_runs.full], Conditions(samples=4, plans=(KSweepPlan(rerun=True, lengths=(4,)),)))
 
 
+@pytest.mark.slow
 def test_a_report_cuts_its_lengths_from_the_samples_that_fit_into_its_minutes(model, ids):
     loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
     plan = KSweepPlan(seconds=1e-9, lengths=(8, 24))  # one sample fits
@@ -123,6 +124,7 @@ def test_a_report_cuts_its_lengths_from_the_samples_that_fit_into_its_minutes(mo
     assert own["loss"].sum() == pytest.approx(token_losses(model, ids[:1]).sum())
 
 
+@pytest.mark.slow
 def test_samples_that_have_a_length_already_are_not_run_twice(model, ids):
     loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids[:4]])
     ran = []
@@ -187,6 +189,7 @@ def test_a_mask_that_is_true_for_padding_is_read_so(name):
     assert [piece["ids"].tolist() for piece in packed([{"ids": ids, name: padded}], 2, 1)] == [[[1, 2]], [[3, 4]]]
 
 
+@pytest.mark.slow
 def test_one_long_document_has_intervals_over_chunks_within_it(model):
     """4,095 targets of one document had no interval. Sums over its parts are those of its positions, by hand."""
     ids = torch.randint(LETTERS, (1, 700), generator=torch.Generator().manual_seed(2))

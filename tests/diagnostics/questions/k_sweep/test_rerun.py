@@ -338,6 +338,7 @@ def test_blocks_are_counted_where_there_are_several():
         assert needed.smallest(0.8, block) == {("", 0): most}
 
 
+@pytest.mark.slow
 def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
     model, tokens = made(), ids(40)
     plan = KSweepPlan(4, rerun=True, budget=True, tolerance=0.1)
@@ -374,6 +375,7 @@ def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
         semdiag.read_budget(path)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_samples_on_which_a_budget_is_run_goes_into_its_choice():
     """Half of them changed: the same budgets, another stated loss; the other half changed: other budgets."""
     plan = KSweepPlan(4, rerun=True, budget=True, tolerance=0.1, ks=(4,))

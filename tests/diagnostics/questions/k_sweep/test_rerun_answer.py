@@ -87,6 +87,7 @@ def test_the_whole_interval_must_be_within_the_tolerance(made_up):
     assert (found.answer, found.k) == ("plausible", 8)
 
 
+@pytest.mark.slow
 def test_half_of_the_keys_is_the_most_that_is_sparse(made_up):
     assert sparse_verdict(made(made_up, of(8)), "m").answer == "plausible"
     findings = made(made_up, of(12))
@@ -395,6 +396,7 @@ def test_the_tile_says_what_the_verdict_says(made_up, top, answer, number):
     assert ("95% interval" in glance.words) == ("--rerun" not in glance.words) == (top is not None)
 
 
+@pytest.mark.slow
 def test_the_tile_of_several_models_counts_those_that_were_run(made_up):
     glance = sparse_glance(joined(made(made_up, of(4)), made(made_up, of(8)), made(made_up)))
     assert (glance.answer, glance.number) == ("plausible", "2 of 2 models")
@@ -453,6 +455,7 @@ def test_what_some_samples_show_has_an_interval_that_reaches_their_share(made_up
     assert row["seen"] == row["harmed"] == some / row["units"]
 
 
+@pytest.mark.slow
 def test_a_mean_change_is_not_called_small_where_no_text_showed_the_harm_of_a_twentieth():
     """Intervals held the truth in .33, .59 and .63 of the cases; those that say it and are wrong are now few.
 

@@ -16,7 +16,7 @@ from semdiag.measuring.table import column_types
 from semdiag.questions.mask_stability import mask_rows
 from semdiag.questions.mask_stability.mask_rows import row_changes, selection_of
 from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS, NoisePlan, mask_stability
-from semdiag.questions.stability.measure import external_secants
+from semdiag.questions.stability.measure import measure_secants
 from semdiag_models import InputError
 
 SAMPLES, LENGTH, K = 7, 12, 3
@@ -89,6 +89,7 @@ def row_pair(clean, noisy, row, head, i, k):
     return gap, len(s & s2), certified, dz[last] - dz[first], response
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1000, 1])
 @pytest.mark.parametrize("kind", ["full", "topk"])
 def test_the_tables_are_as_defined(kind, wild_encoder, padded_tokens, batch_size, monkeypatch):
@@ -394,7 +395,7 @@ def test_what_draws_random_numbers_has_no_noisy_copies():
     """What the draws change was counted as changed by the noise; a forward alone tells it, with a remark."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        for probe in (of_others, lambda model, batch: external_secants(unnamed(model), [batch])):
+        for probe in (of_others, lambda model, batch: measure_secants(unnamed(model), [batch])):
             with pytest.raises(
                 NotAvailableError, match=r"^its forward pass draws random numbers in evaluation mode"
             ):
