@@ -144,9 +144,9 @@ def measure(
             for consumer in consumers:
                 consumer.start(batching.samples_of(batch))
             _check_real(real, collected.samples, 0)  # more may follow
-            logits = run(batch)
-            if logits is not None:  # an external model's output is unknown
-                answers.append(predicted_classes(logits).cpu())
+            output = run(batch)
+            if not loaded.external:  # the output of another model is unknown
+                answers.append(predicted_classes(output).cpu())
             after_batch(batching.samples_of(batch))
     collected.arrivals.settle()
     _check_samples(collected.samples, labels)

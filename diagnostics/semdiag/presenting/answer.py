@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -52,10 +52,6 @@ class Glance:
     def sentence(self) -> str:
         """Return the number and what it counts."""
         return f"{self.number} {self.words}."
-
-    def to_dict(self) -> dict[str, str | bool]:
-        """Return plain values."""
-        return {**asdict(self), "answer": self.answer.value}
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +167,6 @@ _ANSWERS = {
 
 
 def _number_words(numbers: Mapping[str, float]) -> Iterator[str]:
-    """Yield the numbers beside a verdict; what a count or a logarithm means is said."""
     ends = [numbers[name] for name in _GAPS if name in numbers]
     if len(ends) == 2:
         yield f"bounds are {factors(*ends)} times what was measured"

@@ -193,7 +193,6 @@ class Shared:
 
 
 def _listed(text: str, read: Callable[[str], Any], usage: str) -> tuple[Any, ...]:
-    """Read the parts of a text between commas."""
     from semdiag_models import InputError
 
     try:

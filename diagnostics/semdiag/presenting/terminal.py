@@ -122,14 +122,9 @@ class Minutes:
             self.begin()
         with self._turn:
             if not self._silent and now - self._last_line >= MINUTE:
-                self._last_line = now
-                tell(f"semdiag: {self._state()}, after {minutes(now - self._begun)}{self._left(now)}.")
-
-    def _left(self, now: float) -> str:
-        share = self._share()
-        if not share or share >= 1:
-            return ""
-        return f", about {minutes((now - self._begun) * (1 - share) / share)} left"
+                self._last_line, passed, share = now, now - self._begun, self._share()
+                left = f", about {minutes(passed * (1 - share) / share)} left" if share and share < 1 else ""
+                tell(f"semdiag: {self._state()}, after {minutes(passed)}{left}.")
 
     def _watch(self) -> None:
         while not self._finished.wait(1):

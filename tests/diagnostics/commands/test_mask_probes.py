@@ -131,8 +131,6 @@ def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
 def test_a_sweep_tells_every_k_and_a_rerun_what_masks_change(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("k-sweep", tiny_runs.full, *FEW, "--rerun", "--json", "--max-k", 4)
     (result,) = json.loads(outcome.out)["results"]
-    accuracy = {row["k"]: row["mean"] for row in result["sweep"] if row["quantity"] == "accuracy"}
-    assert sorted(accuracy) == [0, 1, 2, 3, 4]
     changes = {(row["mask"], row["k"]) for row in result["rerun"]}
     assert changes == {("none", 0)} | {(mask, k) for mask in ("topk", "random") for k in (1, 2, 3, 4)}
     assert result["verdict"]["answer"] in ("plausible", "not without loss", "inconclusive")

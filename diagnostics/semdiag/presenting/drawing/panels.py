@@ -122,7 +122,6 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
 
 
 def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
-    """Return distinct styles for models with the same attention: lighter, with another marker."""
     if not place:
         return style
     markers = [style.marker, *(other for other in _MARKERS if other != style.marker)]
@@ -210,17 +209,14 @@ def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
 
 def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, float]:
     """Return the smallest and the largest positive percentile, for a logarithmic axis."""
-    nothing = "No query has a finite value above 0, so there is nothing to show on a logarithmic axis."
-    tops = tables[high].to_numpy(float) if len(tables) else np.zeros(0)
-    tops = tops[np.isfinite(tops) & (tops > 0)]
-    if not tops.size:
-        raise NothingToDrawError(nothing)
-    for column in (low, "p5", "p25", "p50", "p95", high):
-        bottoms = tables[column].to_numpy(float)
-        bottoms = bottoms[np.isfinite(bottoms) & (bottoms > 0)]
-        if bottoms.size:
-            return float(bottoms.min()), float(tops.max())
-    raise NothingToDrawError(nothing)
+    columns = dict.fromkeys((low, "p5", "p25", "p50", "p95", high)) if len(tables) else ()
+    values = [tables[column].to_numpy(float) for column in columns]
+    positive = [each[np.isfinite(each) & (each > 0)] for each in values]
+    if not positive or not positive[-1].size:
+        raise NothingToDrawError(
+            "No query has a finite value above 0, so there is nothing to show on a logarithmic axis."
+        )
+    return float(next(each for each in positive if each.size).min()), float(positive[-1].max())
 
 
 _DARK = 0.55  # share of the scale, above which a cell's text is white

@@ -145,7 +145,6 @@ def _ends(row: Summary) -> tuple[float, float]:
 
 
 def _parts(whole: Summary) -> str:
-    """Return how much of the change of attention's outputs is due to the weights, and how much to the values."""
     change = f"Attention's outputs change by {number(whole['output_change'])} of their norm"
     if whole["weights_share"] is None:
         return f"{change}."

@@ -47,7 +47,7 @@ COMPARED_OUTPUTS = Table(
 _SUMS = ("targets", "predictions", "changed", "loss", "divergence")
 
 
-class Outputs:
+class _Outputs:
     """Compares the outputs of both models in float64, read as the base's are (:class:`Reader`)."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,7 +58,6 @@ class Outputs:
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """Return remarks on how outputs were compared, each with a code."""
         if self.reason:
             return [(f"outputs are not compared: {self.reason}", "outputs-not-compared")]
         return [] if self._reader is None else output_notes(self._reader)
@@ -253,11 +252,16 @@ class CallPairs:
         self._parts: list[pd.DataFrame] = []
         self.left_out = 0
 
-    def start(self, samples: int) -> None:
-        """Begin a batch."""
-        self._kept, self._masks, self._size = [], [], 0
+    @contextmanager
+    def batch(self, samples: int) -> Iterator[None]:
+        """Run both models on a batch inside the context."""
+        self._kept, self._masks, self._size, self._next = [], [], 0, 0
         self._numbers.start(samples)
-        self._next = 0
+        yield
+        if self._next != len(self._kept):
+            raise InputError(
+                f"{self._refused} their attention is called {len(self._kept)} and {self._next} times in a forward."
+            )
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -294,7 +298,7 @@ class CallPairs:
             return
         place, self._next = self._next, self._next + 1
         if place >= len(self._kept) or (base := self._kept[place]) is None:
-            return  # finish() refuses, and says how many there are
+            return  # refused at the end, which says how many there are
         self._kept[place], other = None, own_copy(call)
         if reason := refusal(base, other):
             raise InputError(f"{self._refused} in layer {base.layer} they have {reason}.")
@@ -308,13 +312,6 @@ class CallPairs:
         sample = self._numbers.of(batch).repeat(heads)
         flat = {name: values.flatten().numpy() for name, values in columns.items()}
         self._parts.append(pd.DataFrame({"sample": sample, **place_of, **flat}))
-
-    def finish(self) -> None:
-        """End a batch."""
-        if self._next != len(self._kept):
-            raise InputError(
-                f"{self._refused} their attention is called {len(self._kept)} and {self._next} times in a forward."
-            )
 
     def table(self, names: dict[str, str]) -> pd.DataFrame:
         """Return the table ``compared``; rows of the same sample, such as windows, are summed up."""
@@ -349,21 +346,20 @@ def compare(
     """
     pair = CallPairs(base.path, other.path, top)
     with running(base, pair.keep, device, dtypes[0]) as one, running(other, pair.match, device, dtypes[1]) as two:
-        outputs, first = Outputs(one.module), 0
+        outputs, first = _Outputs(one.module), 0
         for batch in batches:
             _check_batch(base, batch)
             _check_batch(other, batch)
             moved, size = batching.moved(batch, one.device, one.dtype), samples_of(batch)
             batch_labels = None if labels is None else labels[first : first + size]
             random_numbers = RandomNumbers(one.device)
-            pair.start(size)
-            with pair.of("base"):
-                before = one(batch)
-            random_numbers.again()
-            with pair.of("other"):
-                after = two(batch)
+            with pair.batch(size):
+                with pair.of("base"):
+                    before = one(batch)
+                random_numbers.again()
+                with pair.of("other"):
+                    after = two(batch)
             outputs.add(before, after, moved, batch_labels, first)
-            pair.finish()
             first += size
             after_batch(size)
     if pair.left_out:
@@ -448,10 +444,11 @@ def compare_survey(
 
 
 def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditions: Conditions) -> None:
-    """Refuse a model to which the token ids of the base's inputs mean something else, as far as that is known."""
     if isinstance(base.module, Encoder) and isinstance(other.module, Encoder):
         sizes = base.module.config.vocabulary_size, other.module.config.vocabulary_size
-        if sizes[0] != sizes[1] or _pieces(base) != _pieces(other):
+        texts_of = [getattr(model.training, "text", None) for model in (base, other)]
+        pieces = [getattr(text, "model", None) for text in texts_of]  # what cuts texts into tokens
+        if sizes[0] != sizes[1] or pieces[0] != pieces[1]:
             raise InputError(f"{base.path} and {other.path} cannot be compared: their token ids differ.")
     file, texts = conditions.inputs, conditions.texts
     if file is None or file.suffix not in SUFFIXES or texts.tokenizer is not None:
@@ -466,8 +463,3 @@ def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditi
                 f"{base.path} and {other.path} cannot be compared: the token ids of text {number} differ. If the "
                 f"model was made to read those of the base, say so: --tokenizer {find_folder(base.path)}."
             )
-
-
-def _pieces(model: LoadedModel) -> str | None:
-    text = None if model.training is None else model.training.text
-    return None if text is None else text.model

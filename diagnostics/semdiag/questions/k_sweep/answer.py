@@ -115,7 +115,6 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
 
 
 def _weight(masses: pd.DataFrame, k: int) -> dict[str, Any]:
-    """Return the weight that k keeps, and of how many queries; empty if it was not measured."""
     if k not in masses.index:
         return {}
     left_out = int(masses["undefined"][k])
@@ -296,7 +295,6 @@ def _unseen_lines(unit: Unit, rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator[str]:
-    """Say in how many cases the paper's conditions are met by the k of the verdict, and by the best one."""
     met, what = conditions_met(findings, model), "The paper's conditions of Corollary 1"
     if not met:
         return
@@ -351,7 +349,6 @@ def _growth(change: Value) -> str:
 
 
 def _harmed(share: Value, high: Value) -> str:
-    """Return the share of samples that change much, and the one-sided limit of that of inputs."""
     return "–" if math.isnan(number_from_json(share)) else f"{percent(share)} (≤ {percent(high)})"
 
 
@@ -423,7 +420,6 @@ def answer(findings: Findings) -> Answer:
 
 
 def _swept(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with the models' facts, of which k is another k."""
     return with_facts(findings, table.rename(columns={"k": "swept_k"}))
 
 
@@ -447,15 +443,13 @@ def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
     several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
     control = {} if several else {row["k"]: row["change"] for row in rows if row["mask"] == RANDOM}
     shown = [row for row in rows if row["mask"] not in (NO_MASK, "" if several else RANDOM)]
-    added = (
+    rows = [
         {
-            "name": _name(row, several),
-            "random": control.get(row["k"]),
+            **row, "name": _name(row, several), "random": control.get(row["k"]),
             "growth": row["change"] if measure == "loss" else None,
         }
         for row in shown
-    )
-    rows = [row | extra for row, extra in zip(shown, added, strict=True)]
+    ]  # fmt: skip
     return NumberTable(_RERUN, rows, unit=measure.replace("_", " "))
 
 
@@ -473,7 +467,6 @@ def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
 
 
 def _name(row: Row, several: bool) -> str:
-    """Return the kind of mask and its k; for top-p the share of the weight."""
     if row["k"] < 0:
         return str(row["mask"])
     return f"{row['mask']} {row['k']}{'%' * (row['mask'] == 'topp')}" if several else f"k = {row['k']}"

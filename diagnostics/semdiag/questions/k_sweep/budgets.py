@@ -26,11 +26,8 @@ from semdiag_models import InputError
 
 BUDGET_TABLE = Table(
     "budgets",
-    (
-        "One row per budget, layer and head. k: keys, or blocks of keys if block is above 1, that each query "
-        "keeps. Sums over the queries of the samples on which the budget was chosen: all_keys, the keys that they "
-        "have, and kept_keys, those of them that the budget keeps."
-    ),
+    "One row per budget, layer and head. k: keys, or blocks of keys if block is above 1, that each query keeps. "
+    "Sums over the samples on which it was chosen: all_keys of the queries, and kept_keys, those that it keeps.",
     columns_of("model budget str; block layer head int64; module str; occurrence k all_keys kept_keys int64"),
 )
 BY_WEIGHT = (0.95, 0.99)  # of the attention weight
@@ -86,13 +83,10 @@ class NeededKeys:
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
         """Return the smallest k of each head with which 95% of its queries keep a share of their weight."""
-        ks = {}
-        for place in self.layers:
-            if (place, block, level) in self.counts:
-                shares = self.counts[place, block, level].cumsum(1)
-                enough = shares >= QUERIES * np.maximum(shares[:, -1:], 1)
-                ks[place] = [max(1, int(k)) for k in enough.argmax(1)]
-        return ks
+        known = [place for place in self.layers if (place, block, level) in self.counts]
+        shares = {place: self.counts[place, block, level].cumsum(1) for place in known}
+        enough = {place: x >= QUERIES * np.maximum(x[:, -1:], 1) for place, x in shares.items()}
+        return {place: [max(1, int(k)) for k in x.argmax(1)] for place, x in enough.items()}
 
     @property
     def blocks(self) -> list[int]:
@@ -119,7 +113,6 @@ def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | s
 
 
 def _padded_sum(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Add two rows of counts that may differ in length."""
     width = max(first.shape[1], second.shape[1])
     wide = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (first, second))
     return np.add(*wide)

@@ -83,7 +83,6 @@ def _seen(changes: Numbers, tolerance: float) -> NDArray[np.bool_]:
 
 
 def _shares(sums: Numbers, counts: Numbers, tolerance: float) -> dict[str, float]:
-    """Return the shares of units that change, and that are harmed, with their limits; and the extreme changes."""
     changes = sums[counts > 0] / counts[counts > 0]
     harmed = ~(changes <= HARM * tolerance)
     ends = {"least": float(changes.min()), "worst": float(changes.max())} if len(changes) else {}

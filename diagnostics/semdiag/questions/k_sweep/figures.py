@@ -89,7 +89,6 @@ def _kinds(rows: pd.DataFrame) -> list[str]:
 
 
 def _share_axis(ax: Axes, shares: pd.Series) -> None:
-    """Label the axis in percent; logarithmic where shares are far apart."""
     smallest = float(shares.min())
     if shares.max() > _FAR * smallest:
         ax.set_xscale("log")
@@ -109,7 +108,6 @@ def _fixed_k(findings: Findings, model: str) -> pd.DataFrame:
 
 
 def _finding(rows: pd.DataFrame) -> str:
-    """Return in words whether the kinds differ: at the keys most of them keep, by the factor of their costs."""
     kinds = rows[rows["mask"] != RANDOM]
     middle = kinds[(kinds["change"] > 0) & np.isfinite(kinds["change"])].groupby("k")["change"]
     spread = (middle.max() / middle.min())[middle.count() > 1]
@@ -119,7 +117,6 @@ def _finding(rows: pd.DataFrame) -> str:
 
 
 def _length_finding(rows: pd.DataFrame) -> str:
-    """Return in words whether most kinds cost more, or less, on the longest texts than on the shortest."""
     ends = rows.sort_values("length").groupby("mask")[["low", "high"]].agg(["first", "last"])
     more = (ends["low", "last"] > ends["high", "first"]).mean()
     less = (ends["high", "last"] < ends["low", "first"]).mean()
@@ -175,12 +172,10 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
 
 
 def _scaled(unit: Unit, nats: np.ndarray) -> np.ndarray:
-    """Return changes as drawn: of perplexity as a share, others as they are."""
     return np.expm1(np.minimum(nats, 50)) if unit.perplexity else nats
 
 
 def _point_words(row: dict[str, Any], name: str, along: str, unit: Unit) -> str:
-    """Return what a point shows: kind, keys, cost and interval."""
     shares = unit.perplexity or unit.measure == "output_change"
     low, cost, high = (
         (f"{100 * row[end]:+,.3g}%" if shares else f"{row[end]:+.3g} nats") for end in ("low", "change", "high")

@@ -17,14 +17,7 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
-from semdiag.questions.k_sweep.budgets import (
-    BUDGET_TABLE,
-    EXTERNAL_KINDS,
-    OWN_KINDS,
-    halves,
-    masks_of,
-    search,
-)
+from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, EXTERNAL_KINDS, OWN_KINDS, halves, masks_of, search
 from semdiag.questions.k_sweep.rerun import LENGTHS_TABLE, RERUN_TABLE, few_ks, packed, rerun, rerun_ks
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_models import InputError
@@ -144,11 +137,8 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     subject.expect(whole + (1 + len(masks)) * few + more)
     labels = labels if labels is None or wanted else labels[:few]
 
-    def count(size: int, samples: int) -> None:
-        subject.after_point(size * samples)
-
     try:
-        again = rerun(loaded, chosen, labels, masks, after_batch=partial(count, 1), **how)
+        again = rerun(loaded, chosen, labels, masks, after_batch=subject.after_point, **how)
     except InputError as error:
         if plan.reruns(external=False):  # the user asked for it
             raise
@@ -159,7 +149,8 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
         raise InputError(f"--lengths is for models that predict tokens, and {why}.")
     cuts = [again.assign(length=tokens)] if tokens in {*plan.lengths} - {*pieces} else []
     for n, cut in pieces.items():
-        passes = rerun(loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), **how)
+        count = partial(lambda step, samples: subject.after_point(step * samples), steps[n])
+        passes = rerun(loaded, cut, None, of_length[n], after_batch=count, **how)
         cuts.append(passes.assign(length=n))
     return {"rerun": again, "rerun_lengths": LENGTHS_TABLE.of_parts(cuts)}
 
@@ -170,7 +161,6 @@ _MASK = 0.5  # what a mask takes at most of a watched pass: 1.1 to 2.2 forwards 
 def _fitting(
     batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
 ) -> list[Batch]:
-    """Return as many samples as can be run with this many masks in about this many seconds."""
     whole = sum(map(samples_of, batches))
     samples = max(1, int(limit / (seconds / whole * (1 + _MASK * masks))))
     if samples >= whole:

@@ -69,7 +69,7 @@ NO_MASK = "none"
 
 
 @dataclass(frozen=True)
-class RerunOrder:
+class _RerunOrder:
     """What a rerun was asked, with some of the masks; a process can be sent it."""
 
     loaded: LoadedModel
@@ -88,7 +88,7 @@ Place = tuple[int, int]  # of a batch, and of a mask in it; 0: none
 
 
 @dataclass
-class Passes:
+class _Passes:
     """What came of running a model with masks: rows of the table, and what is to be remarked."""
 
     rows: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Passes:
     state: Tensor = field(default_factory=torch.get_rng_state)  # state of torch's generator at the end
 
 
-def carry_out(order: RerunOrder) -> Passes | str:
+def carry_out(order: _RerunOrder) -> _Passes | str:
     """Carry out an order on one CPU thread, for a process of its own."""
     torch.set_num_threads(1)
     if order.state is not None:
@@ -110,9 +110,9 @@ def carry_out(order: RerunOrder) -> Passes | str:
         return str(error)
 
 
-def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
+def passes(order: _RerunOrder, after_batch: Callable[[int], None]) -> _Passes:
     """Run a model without a mask and with each of several."""
-    loaded, labels, passes = order.loaded, order.labels, Passes()
+    loaded, labels, passes = order.loaded, order.labels, _Passes()
     with in_evaluation(loaded, order.device, order.dtype) as (module, place, kind):
 
         def run(batch: Batch) -> Any:
@@ -186,15 +186,12 @@ def _rows(
 
 RERUN_TABLE = Table(
     "rerun",
-    (
-        "One row per mask, k and sample of a model that was run with it; of fewer than five samples one per part "
-        "of a sample, of at least chunk tokens each (0: whole samples). mask: none, a kind of sparse attention, "
-        "or a budget's name (k = -1). kept of keys: over all queries, heads and layers of its batch, a sample's "
-        "part (NaN without a mask). Sums over the sample's targets (loss, nats; correct) and over its "
-        "positions with a distribution (predictions, changed; divergence KL(without mask || with it), nats); "
-        "output_change: norm of the change of its outputs relative to their norm, +inf where that is no number, "
-        "NaN where the sample has no position."
-    ),
+    "One row per mask, k and sample of a model that was run with it; of fewer than five samples one per part of "
+    "a sample, of at least chunk tokens each (0: whole samples). mask: none, a kind of sparse attention, or a "
+    "budget's name (k = -1). kept of keys: a sample's part of those of its batch (NaN without a mask). Sums over "
+    "the sample's targets (loss, nats; correct) and its positions with a distribution (predictions, changed; "
+    "divergence KL(without mask || with it), nats); output_change: norm of the change of its outputs relative to "
+    "their norm, +inf where that is no number, NaN where the sample has no position.",
     columns_of(
         "model mask str; k int64; sample part chunk int32; targets correct predictions changed classes int64; "
         "loss divergence output_change kept keys float64"
@@ -271,7 +268,7 @@ def rerun(
     if labels is not None:
         _check_labels(labels, samples)
     numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
-    order = RerunOrder(
+    order = _RerunOrder(
         loaded, batches, labels, numbered, optional, device, dtype, chunk=CHUNK * (samples < FEWEST)
     )
     passed = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
@@ -290,7 +287,7 @@ def rerun(
     return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in every if row["mask"] not in passed.refused)
 
 
-def _divided(order: RerunOrder, jobs: int) -> Passes:
+def _divided(order: _RerunOrder, jobs: int) -> _Passes:
     from semdiag.measuring.survey import run_in_parallel
     from semdiag_models.workers import LocalWorkers  # which needs joblib, as nothing else here does
 
@@ -301,7 +298,7 @@ def _divided(order: RerunOrder, jobs: int) -> Passes:
         (order.loaded.path, replace(order, numbered=share, plain=not place, state=state))
         for place, share in enumerate(shares)
     ]
-    first: Passes
+    first: _Passes
     first, *others = run_in_parallel(orders, workers)
     for other in others:
         first.rows |= other.rows

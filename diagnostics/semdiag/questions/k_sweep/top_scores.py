@@ -84,14 +84,12 @@ class Rows:
         return dice.random(size, dtype=np.float32)
 
     def _count(self, layer: int, part: Columns) -> None:
-        """Add the rows of a call to the totals."""
         used = part["luck"] < _UNUSED
         for k, name, values in quantities(part, self._ks, self._output_ks):
             totals = [_totals(values, used)]
             if (k, name, layer) in self._totals:
                 totals.append(self._totals[k, name, layer])
-            heads = max(map(len, totals))  # calls of one layer may differ in their number of heads
-            self._totals[k, name, layer] = _joint(torch.stack([_padded(x, heads) for x in totals]))
+            self._totals[k, name, layer] = _joint(torch.stack(totals))
 
     def held(self) -> Columns:
         """Return what is held, (…, n), in the order of layers and heads; ``place`` numbers these."""
@@ -151,11 +149,6 @@ def _joint(totals: Tensor) -> Tensor:
     return torch.cat([totals[..., :4].sum(0), totals[..., 4:5].amin(0), totals[..., 5:].amax(0)], -1)
 
 
-def _padded(totals: Tensor, heads: int) -> Tensor:
-    nothing = totals.new_tensor([0, 0, 0, 0, math.inf, -math.inf])
-    return torch.cat([totals, nothing.expand(heads - len(totals), 6)])
-
-
 def _exact(totals: Tensor) -> Tensor:
     """Return totals as the columns _EXACT: the mean, and no extremes where nothing is defined."""
     known = totals[:, :1] - totals[:, 1:2]
@@ -173,7 +166,6 @@ def _by_place(values: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _sizes(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places, which are in order, and how often each occurs."""
     found: tuple[Tensor, Tensor] = torch.unique_consecutive(places, return_counts=True)
     return found
 

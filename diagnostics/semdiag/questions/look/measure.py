@@ -62,7 +62,6 @@ class Sample:
 
 
 def _read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
-    """Return the input that is looked at: a text, or the first sample of the inputs."""
     options, given = conditions.texts, conditions.inputs
     if options.max_length is not None and options.max_length > LONGEST:
         raise InputError(f"A page shows at most {LONGEST} tokens. Got --max-length {options.max_length}.")
@@ -115,7 +114,6 @@ def _fitting(words: list[str] | None, length: int) -> list[str]:
 
 
 def _of_batch(model: LoadedModel, batch: Batch, source: str) -> Sample:
-    """Return one sample of inputs, cut to the number of token ids that a page shows."""
     if isinstance(model.module, Encoder):
         (batch,) = checked_tokens(model.module, [batch], ())
     sample = Sample(batch, source, _words(model, _ids(batch, False)), _words(model, _ids(batch, True)))
@@ -150,7 +148,6 @@ def _ids(batch: Batch, decoder: bool) -> list[int] | None:
 
 
 def _words(model: LoadedModel, ids: list[int] | None) -> list[str] | None:
-    """Return what the model's tokenizer says of ids; without a tokenizer, the ids themselves."""
     if ids is None:
         return None
     try:

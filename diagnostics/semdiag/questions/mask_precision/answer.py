@@ -97,13 +97,6 @@ def certified_words(row: Summary) -> str:
     return f"Certified rows that changed: {changed:,} of {row['certified_rows']:,}{fault}."
 
 
-def _not_covered_words(row: Summary) -> str:
-    """Return how many rows of a format the error model does not cover, and why; empty if it covers all."""
-    if not row["not_covered"]:
-        return ""
-    return f"Not covered: {row['not_covered']:,} of {counted(row['queries'], 'row')} ({row['why']})."
-
-
 _SHOWN = (
     Column("format", form=text), Column("layer", form=plain),
     Column("queries not_covered", "rows", lambda queries, not_covered: count(queries - not_covered)),
@@ -121,8 +114,10 @@ def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
         _SHOWN, [{"format": one["format"], **row} for one in formats for row in [*one["layers"], one["all"]]]
     )
     for one in formats:
-        row, uncovered = one["all"], _not_covered_words(one["all"])
-        words = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
+        row, without = one["all"], one["all"]["not_covered"]
+        words = [certified_words(row)] * (row["queries"] > without)
+        if without:
+            words.append(f"Not covered: {without:,} of {counted(row['queries'], 'row')} ({row['why']}).")
         yield f"{one['format']}: {' '.join(words)}"
 
 

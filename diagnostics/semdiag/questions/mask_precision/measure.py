@@ -72,7 +72,6 @@ def rounded_rows(
 
 
 def _outside_the_model(call: AttentionCall) -> str:
-    """Return what puts a call outside the error model, in words; empty if nothing does."""
     if call.softcap is not None:
         return "scores that are capped"
     if call.sinks is not None:
@@ -187,7 +186,6 @@ class _Collector:
     lost: list[pd.DataFrame] = field(default_factory=list)
 
     def add(self, call: AttentionCall) -> None:
-        """Reduce one attention call."""
         formats = [number_format(name) for name in self.plan.formats]
         rows = rounded_rows(call, self.plan.k, self.selection, formats)
         samples = self.numbers.of(len(call.q))

@@ -46,7 +46,7 @@ def mask_table(findings: Findings) -> pd.DataFrame:
         for layer, head, part in _places(of_level):
             rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
     columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
-    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+    return pd.DataFrame(rows, columns=None if rows else columns)
 
 
 def heads_pooled(findings: Findings) -> pd.DataFrame:
@@ -101,17 +101,14 @@ def _described(part: pd.DataFrame) -> Summary:
     }
 
 
-def _middle_level(findings: Findings) -> tuple[float, pd.DataFrame]:
-    table = findings(mask_table)
-    table, levels = table[table["layer"] == ALL], sorted(table["level"].unique())
-    return (float(levels[len(levels) // 2]) if levels else math.nan), table
-
-
 def masks_glance(findings: Findings) -> Glance:
     """Return the share of masks, own and supposed, that stay the same under the middle noise level."""
-    level, table = _middle_level(findings)
+    table = findings(mask_table)
+    table = table[table["layer"] == ALL]
     if table.empty:
         return Glance(Outcome.OPEN, "0 models", "have a mask that depends on the input")
+    levels = sorted(table["level"].unique())
+    level = float(levels[len(levels) // 2])
     rows = table[table["level"] == level]
     kinds = findings.measurements.models.set_index("model")["attention"]
     without = rows["model"].map(kinds).isin(DENSE)
@@ -131,7 +128,6 @@ def masks_glance(findings: Findings) -> Glance:
 
 
 def _mask_facts(findings: Findings) -> str:
-    """Return noise, samples and draws behind the judged masks."""
     samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
     plan = findings.measurements.provenance.get("mask_noise") or {}
     seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
@@ -156,7 +152,6 @@ _LEAST_STABLE = 5
 
 
 def _heads(level: Summary, every: bool) -> list[Summary]:
-    """Return the rows of the heads, or of many heads the least stable, in the order of the model."""
     heads: list[Summary] = level["layers"]
     if every or len(heads) <= _MOST_HEADS:
         return heads
@@ -176,7 +171,6 @@ def _output(level: Summary) -> str:
 
 
 def _shown(name: str, result: Summary) -> Iterator[str | NumberTable | Folded]:
-    """Yield the tables of one model: certified, predicted and observed, and related numbers."""
     yield f"{name}: {result['mask']}"
     yield from (f"{refused}." for refused in result["refused"] if refused != result["mask"])
     yield from precision_rows(result["precision"]) if result["precision"] else ()

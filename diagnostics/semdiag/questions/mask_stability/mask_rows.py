@@ -1,7 +1,5 @@
 """One attention call over [clean; noisy copies], reduced to how each query's mask changes."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,23 +53,8 @@ class RowChanges:
     keys: Tensor  # (b, H, L) int, how many the query may attend to
 
 
-class Workspace:
-    """Two blocks of memory that every strip reuses: fresh pages would cost more than the work done in them."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[str, Tensor] = {}
-
-    def like(self, name: str, shape: Sequence[int], of: Tensor) -> Tensor:
-        """Return uninitialised memory of this shape, with the dtype and device of another tensor."""
-        block = self._blocks.get(name)
-        size, kind = math.prod(shape), (of.dtype, of.device)
-        if block is None or block.numel() < size or (block.dtype, block.device) != kind:
-            block = self._blocks[name] = of.new_empty(size)
-        return block[:size].view(*shape)
-
-
 def row_changes(
-    call: AttentionCall, samples: int, draws: int, levels: int, k: int, selection: Selection, workspace: Workspace
+    call: AttentionCall, samples: int, draws: int, levels: int, k: int, selection: Selection
 ) -> RowChanges:
     """Compare the mask of every clean row with those of its noisy copies."""
     if call.sinks is not None:
@@ -90,27 +73,23 @@ def row_changes(
     parts = []
     for start in range(0, q.shape[2], rows):
         part = slice(start, start + rows)
-        scores = _scores(q[:, :, part], keys, selection.sign * call.scale, workspace)
+        scores = _scores(q[:, :, part], keys, selection.sign * call.scale)
         if call.softcap is not None:  # it moves no two scores further apart
             scores = call.softcap * torch.tanh(scores / call.softcap)
         bias, chosen = (part_of(values, slice(None), part) for values in (call.bias, by_model))
         if bias is not None:
             scores = scores + selection.sign * bias
         allowed = call.part(slice(samples), part).allowed  # of the clean samples; copies have the same
-        strip = scores, allowed, chosen, rounding[..., part]
-        parts.append(_strip(*strip, samples, kept, selection.sign, workspace))
+        parts.append(_strip(scores, allowed, chosen, rounding[..., part], samples, kept, selection.sign))
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     joined["counted"] &= call.counted[:samples]
     return RowChanges(**joined)
 
 
-def _scores(q: Tensor, keys: Tensor, scale: float, workspace: Workspace) -> Tensor:
-    """Return scale · q kᵀ: (B, H, r, D), (B, H, L, D) -> (B, H, r, L), in the workspace."""
-    shape = (*q.shape[:3], keys.shape[2])
-    out = workspace.like("scores", (shape[0] * shape[1], *shape[2:]), q)
-    nothing = q.new_empty(())
-    torch.baddbmm(nothing, q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale, out=out)
-    return out.view(shape)
+def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Return scale · q kᵀ: (B, H, r, D), (B, H, L, D) -> (B, H, r, L), in one pass over memory."""
+    rows, columns = q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
+    return torch.baddbmm(q.new_empty(()), rows, columns, beta=0, alpha=scale).view(*q.shape[:3], -1)
 
 
 def _copies(values: Tensor, samples: int, levels: int) -> Tensor:
@@ -126,11 +105,10 @@ def _strip(
     samples: int,
     kept: int,
     sign: int,
-    workspace: Workspace,
 ) -> dict[str, Tensor]:
     levels = rounding.shape[1]
     clean, noisy = scores[:samples], _copies(scores, samples, levels)
-    change = torch.sub(noisy, clean, out=workspace.like("change", noisy.shape, noisy))
+    change = noisy - clean
     if allowed is not None:
         clean = clean.masked_fill(~allowed, -torch.inf)
         allowed = allowed.expand(clean.shape)

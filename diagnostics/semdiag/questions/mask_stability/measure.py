@@ -21,7 +21,7 @@ from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import Table, columns_of
 from semdiag.presenting.options import SUPPOSED_K
 from semdiag.questions.mask_stability import NoisePlan
-from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
+from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, row_changes, selection_of
 from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, small_parts, token_size
 
 MASKS = Table(
@@ -41,7 +41,7 @@ NOISE_EFFECTS = Table(
 )
 
 
-class MaskSums:
+class _MaskSums:
     """Sums over the draws of changes of masks, layer by layer."""
 
     def __init__(self) -> None:
@@ -61,12 +61,10 @@ class MaskSums:
         self._swings[layer] = self._swings[layer] + sums if layer in self._swings else sums
 
     def leave_out(self, layers: Collection[int]) -> None:
-        """Drop the sums of these layers."""
         for layer in layers:
             del self._rows[layer]
 
     def table(self, model: str, levels: Sequence[float], draws: int) -> pd.DataFrame:
-        """Return the table ``masks``."""
         parts = []
         for layer, batches in sorted(self._rows.items()):
             most = max(b["counted"].shape[-1] for b in batches)  # rows that pad a shorter batch do not count
@@ -179,9 +177,8 @@ class _Probe:
     selection: Selection | None
     min_keys: int
     samples: int = 0
-    sums: MaskSums = field(default_factory=MaskSums)
+    sums: _MaskSums = field(default_factory=_MaskSums)
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
-    workspace: Workspace = field(default_factory=Workspace)
 
     def __post_init__(self) -> None:
         self.seeds = torch.Generator().manual_seed(self.plan.seed)
@@ -204,7 +201,7 @@ class _Probe:
         if self.selection is None:
             return
         draws, levels = self.plan.draws, len(self.plan.levels)
-        changes = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
+        changes = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection)
         self.sums.add(call.layer, replace(changes, counted=changes.counted & (changes.keys >= self.min_keys)))
 
     def compare(self, logits: Tensor) -> None:

@@ -83,7 +83,6 @@ class _Kept:
         self.calls[call.layer] = chosen, views * (chosen.shape[1] // len(views))
 
     def _view(self, allowed: Tensor) -> int:
-        """Return the index of a head's allowed keys among the known ones; new ones are appended."""
         for at, known in enumerate(self.allowed):
             if torch.equal(known, allowed):
                 return at
@@ -104,10 +103,8 @@ def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
         allowed = torch.stack([kept.allowed[at] for at in known], 1)  # (B, U, L, Lk)
         for sample, (kept_keys, allowed_keys) in enumerate(zip(masks, allowed, strict=True)):
             sizes = kept_keys.sum(-1)  # (P, L); 0 where nothing is dropped
-            for table in (
-                _pairs(kept_keys, sizes, allowed_keys, views, places),
-                _previous(kept_keys, sizes, allowed_keys, views, places),
-            ):
+            compared = kept_keys, sizes, allowed_keys, views, places
+            for table in (_pairs(*compared), _previous(*compared)):
                 yield table[table["queries"] > 0].assign(sample=before + sample)
 
 

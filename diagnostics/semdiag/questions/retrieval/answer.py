@@ -46,7 +46,6 @@ def _shares(some: int, every: int) -> dict[str, Any]:
 
 
 def _tile_table(findings: Findings) -> pd.DataFrame:
-    """Return what choices of blocks keep, heads together: over all layers (-1) and by layer."""
     rows, by = findings.measurements.tiles, ["model", "length", "kind", "k", "layer"]
     both = pd.concat([rows.assign(layer=ALL), rows], ignore_index=True)
     return both.groupby(by, as_index=False)[["keys", "weight", "exact_weight", "top_weight", "recall"]].mean()
@@ -78,7 +77,6 @@ def answer(findings: Findings) -> Answer | None:
 
 
 def _as_it_is(table: pd.DataFrame) -> Iterator[str]:
-    """Yield for each model in how many texts it answers as it is, and where that is too few."""
     for model, own in table[table["mask"] == NO_MASK].groupby("model", sort=False):
         parts = [
             f"{task} in {int(rows['right'].sum())} of {int(rows['texts'].sum())} texts of {length:,} tokens"
@@ -99,7 +97,6 @@ def _far(table: pd.DataFrame) -> list[Summary]:
 
 
 def _sentences(far: list[Summary]) -> Iterator[str]:
-    """Yield what masks find of facts that stand farther back than the keys they keep, and their perplexity."""
     for model, task in dict.fromkeys((row["model"], row["task"]) for row in far):
         parts = [
             f"{_mask_name(row['mask'], row['k'])} {row['right']} of {row['texts']} "

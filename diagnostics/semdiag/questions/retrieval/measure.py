@@ -182,7 +182,6 @@ def _logits(path: str, module: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _read(logits: Tensor, told: Told) -> dict[str, Any]:
-    """Return hits and losses of one text from its logits, (L, V)."""
     targets, hits, losses = told.ids[1:].to(logits.device), list[Tensor](), list[Tensor]()
     for wanted, given in zip(torch.split(targets, _ROWS), torch.split(logits[:-1], _ROWS), strict=True):
         part = given.float()

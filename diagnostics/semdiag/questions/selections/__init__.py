@@ -146,7 +146,6 @@ def _provenance(**options: Any) -> dict[str, Any]:
 
 
 def _deliver(summary: dict[str, Any], shared: Asked, answer_of: "Callable[[dict[str, Any]], Answer]") -> NoReturn:
-    """Print the summary as one JSON object and as tables, and leave with the exit code."""
     import json
 
     from semdiag.presenting.answer import show

@@ -104,14 +104,11 @@ def own_sentences(answer: Summary) -> list[str]:
     if others:
         sentences.append(f"Not measured, as their rows are not tokens: {_named(others)}.")
     for row in rows:
-        faulty = {name: number for name, number in row["counts"].items() if number and name not in _IN_ORDER}
+        faulty = {name: number for name, number in row["counts"].items() if number and name in FAULTS}
         if faulty:
             kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
             sentences.append(f"{row['module']} has faulty rows: {kinds}.")
     return sentences
-
-
-_IN_ORDER = ("exact", "legal_tie", "within_rounding", "within_error")
 
 
 def _named(names: list[str]) -> str:
@@ -273,7 +270,6 @@ def _row(entry: OwnSelection) -> dict[str, Any]:
 
 
 def _load(entry: OwnSelection, rows: int) -> dict[str, Any] | None:
-    """Return the share of the tokens that chooses each expert; None if unknown."""
     loads = [part.load for part in entry.parts if part.load is not None]
     if len(loads) < len(entry.parts) or not rows:
         return None
@@ -342,6 +338,5 @@ def check_summary(checked: CheckedSelection, file: str, provenance: dict[str, An
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row in plain numbers: its place, class, scores and distances."""
     place = [int(value) for name, value in row.items() if name.startswith("dim_")]
     return {"row": place, "class": str(row["class"]), **{name: float(row[name]) for name in _NUMBERS}}

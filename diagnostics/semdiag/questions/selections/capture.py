@@ -85,7 +85,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def forget(self) -> None:
-        """Release the tensors of the module that has ended."""
         self._logits = self._sorted = None
 
     def _add(self, scores: Tensor, indices: Tensor, largest: bool) -> None:
@@ -134,12 +133,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for selected in self.frames[-1]:
                 selected.positions |= selected.indices is index
 
-    def softmax(self, result: Tensor, logits: Tensor, dim: int, half_to_float: bool = False) -> None:
+    def softmax(self, result: Tensor, logits: Tensor, dim: int = -1, half_to_float: bool = False) -> None:
         if _last(logits, dim) and logits.ndim <= _LARGEST_LOGITS:
-            self._logits = result, logits
-
-    def sigmoid(self, result: Tensor, logits: Tensor) -> None:
-        if logits.ndim <= _LARGEST_LOGITS:
             self._logits = result, logits
 
 
@@ -150,7 +145,7 @@ def _last(scores: Tensor, dim: int) -> bool:
 _HANDLERS: dict[Any, Callable[..., None]] = {
     _ATEN.topk.default: _Watch.topk, _ATEN.argmax.default: _Watch.argmax, _ATEN.sort.default: _Watch.sort,
     _ATEN.sort.stable: _Watch.sort, _ATEN.slice.Tensor: _Watch.sliced, _ATEN.gather.default: _Watch.gather,
-    _ATEN._softmax.default: _Watch.softmax, _ATEN.sigmoid.default: _Watch.sigmoid,
+    _ATEN._softmax.default: _Watch.softmax, _ATEN.sigmoid.default: _Watch.softmax,
 }  # fmt: skip
 
 
@@ -247,16 +242,6 @@ def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
     return "blocks" if "index" in text or len(shape) > 3 else "experts"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a selection stands."""
-
-    text: str  # names of the module and its class, in lower case
-    kind: str  # what :func:`kind_of` returns
-    causal: bool  # whether keys after the query are forbidden
-    tokens: Tokens  # tokens of the batch
-
-
 @dataclass(frozen=True, eq=False)
 class Choices:
     """What a selection could choose and chose, row by row."""
@@ -270,16 +255,20 @@ class Choices:
 
 
 def own_rows(
-    place: Place, chosen: Selected, group: Selected | None, into: NumberFormat
-) -> tuple[OwnRows, Choices]:
-    """Return what a selection chose for all real tokens together, and token by token."""
-    k, n, keys, samples = (
-        chosen.indices.shape[-1], chosen.scores.shape[-1], place.kind == "keys", place.tokens.samples,
-    )  # fmt: skip
+    text: str, causal: bool, tokens: Tokens, chosen: Selected, group: Selected | None, into: NumberFormat
+) -> tuple[OwnRows, Choices] | None:
+    """Return what a selection chose for all real tokens together, and token by token; None if it is not by token.
+
+    ``text`` has the names of the module and its class, in lower case.
+    """
+    kind = kind_of(text, tuple(chosen.scores.shape), tokens)
+    if not kind:
+        return None
+    k, n, keys, samples = chosen.indices.shape[-1], chosen.scores.shape[-1], kind == "keys", tokens.samples
     flat = chosen.scores.ndim == 2
     shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
-    real, unmatched = _real(place, shape[-1])
-    allowed = _allowed(shape, n, real, keys, place.causal)
+    real, unmatched = _real(tokens, text, shape[-1])
+    allowed = _allowed(shape, n, real, keys, causal)
     counts, indices = allowed.counts, flat_rows(chosen.indices).cpu().long()
     if keys:  # a top-k must return k keys: forbidden ones of rows that chose all others are none
         inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
@@ -299,24 +288,23 @@ def own_rows(
         margin, certified = torch.minimum(margin, of_groups), certified & sure
         sizes = group.scores.shape[-1], group.indices.shape[-1]
     hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
-    experts = place.kind == "experts" and not chosen.positions
+    experts = kind == "experts" and not chosen.positions
     rows = OwnRows(
-        place.kind, n, k, sizes if sizes and sizes[1] < sizes[0] else None, chosen.by_logits, margin, certified,
+        kind, n, k, sizes if sizes and sizes[1] < sizes[0] else None, chosen.by_logits, margin, certified,
         counts=Counter(GRAVITY[grade] for grade in grades.tolist()),
         padded=int((~counts).sum()),
         load=torch.bincount(indices[counts].flatten(), minlength=n) if experts else None,
         first_kept=int(hit.sum()) if keys else 0,
-        causal=place.causal,
+        causal=causal,
         unmatched=unmatched,
     )  # fmt: skip
-    return rows, Choices(place.kind, shape, indices, order, counts, allowed.first)
+    return rows, Choices(kind, shape, indices, order, counts, allowed.first)
 
 
-def _real(place: Place, length: int) -> tuple[Tensor | None, bool]:
+def _real(tokens: Tokens, text: str, length: int) -> tuple[Tensor | None, bool]:
     """Return which tokens of a selection's rows are real (None: all), and whether that is unknown."""
-    tokens, decodes = place.tokens, "decoder" in place.text
     fitting = {name: mask for name, mask in tokens.real.items() if tuple(mask.shape) == (tokens.samples, length)}
-    names = [name for name in fitting if name.startswith("decoder") == decodes] or list(fitting)
+    names = [name for name in fitting if name.startswith("decoder") == ("decoder" in text)] or list(fitting)
     if names:
         return fitting[names[0]].cpu(), False
     return None, any(not bool(mask.all()) for mask in tokens.real.values())

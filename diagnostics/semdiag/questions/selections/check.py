@@ -284,15 +284,14 @@ def check_selection(
     - ``future``: a key stands after the query. Only with ``causal``.
     - ``padding``: a key does not belong to the valid keys of the row's sequence or document.
     - ``duplicate``: a key is chosen twice.
-    - ``missing``: fewer keys are chosen than min(k, allowed keys). Keys with a score of -inf, as masks write it,
-      need not be chosen.
+    - ``missing``: fewer than min(k, allowed keys) are chosen; those with a score of -inf need not be.
     - ``wrong``: the separation is negative, and neither rounding nor error explains it.
-    - ``within_error``: with ``error``, or q and k: the separation is negative, but some scores within their
-      errors have the choice as a top-k: min over the chosen of z + E ≥ max over the others of z − E.
-    - ``within_rounding``: the separation is negative, but not that of the scores rounded once to ``format``:
-      min over the chosen of fl(z) ≥ max over the others of fl(z). Never of scores that are numbers of the format.
-    - ``legal_tie``: the separation is 0: a key that is left out has the same score as the worst chosen one.
-    - ``exact``: the separation is positive: this is the only top-k.
+    - ``within_error``: with ``error``, or q and k: it is negative, but some scores within their errors have the
+      choice as a top-k: min over the chosen of z + E ≥ max over the others of z − E.
+    - ``within_rounding``: it is negative, but not that of scores rounded once to ``format``: min over the chosen
+      of fl(z) ≥ max over the others of fl(z). Never of scores that are numbers of the format.
+    - ``legal_tie``: it is 0: a key that is left out has the same score as the worst chosen one.
+    - ``exact``: it is positive: this is the only top-k.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -359,7 +358,7 @@ def check_selection(
         None if given_scores is None else flat_rows(given_scores), flat_rows(chosen), number, allowed, kind,
         error=errors,
     )  # fmt: skip
-    rows = _table(shape, allowed, kind, *judged)
+    rows = _table(shape, allowed, kind, judged)
     counts = rows["class"].value_counts()
     return CheckedSelection(
         counts={name: int(counts[name]) for name in CLASSES}, rows=rows, k=chosen.shape[-1], keys=known,
@@ -426,14 +425,9 @@ def _keys(
 
 
 def _table(
-    shape: tuple[int, ...],
-    allowed: AllowedKeys,
-    kind: NumberFormat,
-    grade: Tensor,
-    worst: Tensor,
-    kth: Tensor,
-    left: Tensor,
+    shape: tuple[int, ...], allowed: AllowedKeys, kind: NumberFormat, judged: tuple[Tensor, ...]
 ) -> pd.DataFrame:
+    grade, worst, kth, left = judged
     places = np.unravel_index(allowed.counts.nonzero().squeeze(1).numpy(), shape)
     gap = torch.where(kth == worst, 0.0, kth - worst).clamp(min=0)
     separation = torch.where(worst == left, 0.0, worst - left)
@@ -538,7 +532,6 @@ def _names(layout: str, count: int) -> list[str]:
 
 
 def _valid_tokens(file: SelectionFile, sizes: dict[str, int], names: list[str]) -> Tensor:
-    """Return which tokens are not padding, bool (T,), in the order batch, sequence, tokens."""
     batch, sequence = sizes.get("batch", 1), sizes.get("sequence", 1) * sizes.get("tokens", 1)
     kept = torch.ones(batch, sequence, dtype=torch.bool)
     at = torch.arange(sequence)

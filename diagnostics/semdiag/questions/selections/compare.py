@@ -25,12 +25,10 @@ from semdiag.measuring.training_runs import token_ids
 from semdiag.questions.selections.capture import (
     Choices,
     OwnRows,
-    Place,
     Selected,
     Tokens,
     causal_modules,
     in_stages,
-    kind_of,
     own_rows,
     tokens_of,
     watch_selections,
@@ -335,14 +333,13 @@ class OwnSelections:
 
     def _add(self, name: str, number: int, text: str, chosen: Selected, group: Selected | None) -> None:
         shape = tuple(chosen.scores.shape)
-        chooses = kind_of(text, shape, self._tokens)
-        if not chooses:
+        found = own_rows(text, name in self._causal, self._tokens, chosen, group, self._kind)
+        if found is None:
             self.others[name, shape] += 1
             return
-        place = Place(text, chooses, name in self._causal, self._tokens)
-        rows, choices = own_rows(place, chosen, group, self._kind)
+        rows, choices = found
         layer = re.search(r"\d+", name)
-        key = name, number, chooses, shape[-1] if chooses == "experts" else 0
+        key = name, number, rows.kind, shape[-1] if rows.kind == "experts" else 0
         entry = OwnSelection(name, int(layer[0]) if layer else None)
         self._found.setdefault(key, entry).parts.append(rows)
         # not positions in a table of other choices, or what is outside all parts

@@ -14,7 +14,7 @@ from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.table import column_types
 from semdiag.questions.mask_stability import mask_rows
-from semdiag.questions.mask_stability.mask_rows import Workspace, row_changes, selection_of
+from semdiag.questions.mask_stability.mask_rows import row_changes, selection_of
 from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS, NoisePlan, mask_stability
 from semdiag.questions.stability.measure import measure_secants
 from semdiag_models import InputError
@@ -195,8 +195,8 @@ def test_the_lowest_scores_are_judged_by_their_own_rule(wild_encoder, padded_tok
         encoder(tokens)
     for call in calls:
         negated = AttentionCall(**{**vars(call), "q": -call.q})
-        ours = row_changes(call, 4, 2, 1, K, selection_of("topk"), Workspace())
-        theirs = row_changes(negated, 4, 2, 1, K, selection_of("bottomk"), Workspace())
+        ours = row_changes(call, 4, 2, 1, K, selection_of("topk"))
+        theirs = row_changes(negated, 4, 2, 1, K, selection_of("bottomk"))
         for name in ("counted", "separation", "common", "certified"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
         assert torch.equal(ours.swing[:, :, ours.counted], theirs.swing[:, :, ours.counted])
