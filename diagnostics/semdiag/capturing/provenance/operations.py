@@ -317,14 +317,11 @@ class OperationWatch(dispatch.TorchDispatchMode):
 
     def _may_hide(self, func: HigherOrderOperator, arguments: Any) -> bool:
         """Return whether a higher-order operator whose bodies were not seen may compute attention."""
-        leaves = tree_leaves(arguments)
-        operators = [x for x in leaves if isinstance(x, OpOverload)]
-        harmless = bool(operators) and {plan_of(x).kind for x in operators}.isdisjoint(
-            ("fused", "softmax", "foreign")
-        )
+        leaves, recorder = tree_leaves(arguments), self.recorder
+        kinds = {plan_of(x).kind for x in leaves if isinstance(x, OpOverload)}
+        known = bool(kinds) and kinds.isdisjoint(("fused", "softmax", "foreign"))
         floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
-        harmless = harmless or func.__name__ in _HARMLESS or self.recorder.foreign > 0
-        return not harmless and not all(map(self.tags.fixed, floats))
+        return not (known or func.__name__ in _HARMLESS or recorder.foreign or all(map(self.tags.fixed, floats)))
 
     def _run_kernel(self, func: Any, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:
         """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
