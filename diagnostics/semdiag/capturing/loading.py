@@ -206,13 +206,11 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
 OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
 _MODELS = f"Models are .pt files, folders of runs and hf:PATH; {OF_YOUR_OWN}."
 _OTHERS = {
-    ".safetensors": "holds weights without the model they belong to",
+    **dict.fromkeys((".safetensors", ".bin"), "holds weights without the model they belong to"),
     ".ckpt": "is a checkpoint of another program",
-    ".bin": "holds weights without the model they belong to",
     ".onnx": "is an exported graph",
     ".csv": "is a table, not a model",
-    ".npy": "is an array, not a model; inputs go to --inputs",
-    ".npz": "is an array, not a model; inputs go to --inputs",
+    **dict.fromkeys((".npy", ".npz"), "is an array, not a model; inputs go to --inputs"),
     ".txt": "is a text, not a model; inputs go to --inputs",
 }
 

@@ -30,15 +30,17 @@ TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors 
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values with their gradients
 
 
-class Mixed(NamedTuple):
-    """What a mask's own attention returned in place of a fused function's."""
+class Attended(NamedTuple):
+    """What queries gather from the keys that a mask keeps, in place of a fused function's output."""
 
     output: Tensor  # (B, H, Lq, Dv)
+    number: Tensor  # numbers of kept keys, int32, broadcastable to (B, H, Lq)
+    close: Tensor | None = None  # number of rows whose choice rounding could change; None: it could not
 
 
 # From a call that is about to run, and its inputs if its function may be replaced, to its kept keys, bool
 # (B, H, Lq, Lk), or to the output with these keys; None: all keys.
-Mask = Callable[[AttentionCall, Inputs | None], Tensor | Mixed | None]
+Mask = Callable[[AttentionCall, Inputs | None], Tensor | Attended | None]
 Consume = Callable[[AttentionCall], None]
 # recorders of this thread or async task
 _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())
@@ -238,10 +240,10 @@ class Recorder(threading.local):
     def kept(self, call: AttentionCall) -> Tensor | None:
         """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all."""
         kept = self.masked(call, None)
-        assert not isinstance(kept, Mixed)
+        assert not isinstance(kept, Attended)
         return kept
 
-    def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | Mixed | None:
+    def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | Attended | None:
         """Return the keys that the mask keeps, or the output with them where the function may be replaced."""
         if self._watched.mask is None or _unusable(call):  # unusable calls are noted after they have run
             return None

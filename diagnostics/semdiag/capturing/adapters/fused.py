@@ -170,7 +170,12 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     q_length, k_length = q.shape[2], k.shape[2]
     rule = causal and k_length >= q_length
     if mask is not None:
-        allowed, queries, by_rule = _masked(mask, q_length, k_length, causal, window)
+        simple = q_length == k_length and window is None
+        queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
+        real = mask.new_ones(len(mask), 1) if queries is None else queries
+        numbers = real.long() * 0, mask.long() * 0
+        allowed = mask[:, None, None] if simple else _seen((real, mask), numbers, causal, window)
+        by_rule = causal and simple
     elif (sequences := _sequences(options, q, k)) is not None or window is not None or rule != causal:
         one = torch.zeros(len(q), max(q_length, k_length), dtype=torch.long, device=q.device)
         numbers = sequences or (one[:, :q_length], one[:, :k_length])
@@ -186,17 +191,6 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         first_query=max(0, k_length - q_length) if causal else 0,
         keys_before=(before if causal else 0) or 0,
     )
-
-
-def _masked(
-    mask: Tensor, q_length: int, k_length: int, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Return queries and keys under a mask (B, Lk) of real tokens."""
-    if q_length == k_length and window is None:
-        return mask[:, None, None], mask, causal
-    queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
-    real = mask.new_ones(len(mask), 1) if queries is None else queries
-    return _seen((real, mask), (real.long() * 0, mask.long() * 0), causal, window), queries, False
 
 
 def _sequences(options: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
