@@ -290,8 +290,7 @@ def _uncompiled() -> Iterator[None]:
         if any(name in sys.modules for name in _COMPILERS):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
-            # our hooks, intended
-            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours
             # of torch 2.12: what runs as it was written has no compiled frames
             warnings.filterwarnings("ignore", message=".*fullgraph=True found no compiled frames")
         else:

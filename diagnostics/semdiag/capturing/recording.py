@@ -42,8 +42,7 @@ class Attended(NamedTuple):
 # (B, H, Lq, Lk), or to the output with these keys; None: all keys.
 Mask = Callable[[AttentionCall, Inputs | None], Tensor | Attended | None]
 Consume = Callable[[AttentionCall], None]
-# recorders of this thread or async task
-_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())
+_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or async task
 
 
 class Watched:
@@ -92,9 +91,8 @@ class Recorder(threading.local):
     """Attributes attention to modules and passes calls to the consumer; running modules are kept per thread."""
 
     def __init__(self, watched: Watched) -> None:  # runs again in each thread
-        self.audit, self.names = watched.audit, watched.names
+        self.audit, self.names, self.constants = watched.audit, watched.names, watched.constants
         self.parameters, self.trained = watched.parameters, watched.trained
-        self.constants = watched.constants
         self.generator = torch.Generator().manual_seed(0)
         self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []

@@ -47,8 +47,7 @@ class _Counts(NamedTuple):
 class Masked:
     """What :func:`sparsify` did; it fills while the model runs."""
 
-    # what was seen, including what looks like attention and was not masked
-    audit: Audit = field(default_factory=Audit)
+    audit: Audit = field(default_factory=Audit)  # what was seen, also what looks like attention and was not masked
     _real: list[tuple[int, Tensor]] = field(default_factory=list)  # numbers of queries, and whether all are real
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
     _last: tuple[Tensor, _Counts] | None = None

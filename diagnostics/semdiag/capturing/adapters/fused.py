@@ -26,8 +26,7 @@ class CachedKeys(NamedTuple):
     keys: int  # number of keys, the first ones of the call
     new: int  # number of tokens that the call added
     before: int | None  # number of tokens before the first key, which the cache has dropped
-    # number of keys after the last token's, which are no tokens yet; 0 if the cache does not tell its length
-    room: int
+    room: int  # number of keys after the last token's, which are no tokens yet; 0 if unknown
 
 
 class _Last(threading.local):

@@ -20,12 +20,10 @@ from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS
 from semdiag.capturing.provenance.tags import Tags, tensors
 from semdiag.capturing.recording import NOTHING, Recorder, in_backward, is_plain, outside_all_modes, take_off
 
-MODES_SUPPORTED = hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
 MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under dispatch modes
-# their kernels only call a body, under no mode
-_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")
+_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")  # these only call a body, under no mode
 _HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_attention", "flex_attention_backward")
 
 
@@ -61,8 +59,11 @@ def run_as_written(
 
 
 def register_mode(operator: HigherOrderOperator, mode: type[dispatch.TorchDispatchMode]) -> None:
-    """Make a higher-order operator dispatch to a mode, for torch versions that do not ask the mode."""
-    if not MODES_SUPPORTED and mode not in operator.python_key_table:
+    """Make a higher-order operator dispatch to a mode, for torch before 2.9, which does not ask the mode."""
+    if (
+        not hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")
+        and mode not in operator.python_key_table
+    ):
 
         def rule(own: dispatch.TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
             return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]

@@ -237,8 +237,7 @@ class Softmax:
     masked: bool = False  # whether its input got a mask as if it were attention
     reason: str | None = None  # reason why it is not captured although it met values; None otherwise
     done: bool = False  # whether it is captured
-    # factor on its input: the logarithm of the base, where it is written out with a base other than e
-    unit: float = 1.0
+    unit: float = 1.0  # factor on its input: the logarithm of the base, where it is written out
 
     @property
     def of_a_product(self) -> bool:
