@@ -139,7 +139,7 @@ def _weights(choice: Choice, strip: Strip) -> tuple[Strip, Tensor, Tensor]:
     # A query whose own key is hidden may have no near key: then it keeps all.
     some = strip.banded and choice.call.allowed is None
     if strip.banded and not some and not bool(number.all()):
-        return _weights(choice, choice.widened(strip))
+        return _weights(choice, replace(strip, keys=choice.seen(strip.queries), banded=False))
     some = some or told(number.all())
     weights = scores.masked_fill_(~kept, -torch.inf).softmax(-1)
     return strip, weights if some else weights.masked_fill_((number == 0)[..., None], 0), number

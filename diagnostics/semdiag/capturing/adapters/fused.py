@@ -41,10 +41,8 @@ _LAST = _Last()
 @contextlib.contextmanager
 def watched_caches() -> Iterator[None]:
     """Record, in the context, the number of tokens before the first key whenever a cache returns keys."""
-    if hasattr(_cache(), "update"):
-        with undone(forget_last), _PATCHED.held():
-            yield
-    else:  # transformers is not imported
+    imported = hasattr(_cache(), "update")
+    with undone(forget_last), _PATCHED.held() if imported else contextlib.nullcontext():
         yield
 
 

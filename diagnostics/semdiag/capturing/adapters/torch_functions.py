@@ -167,14 +167,13 @@ def hooked_alone(model: nn.Module) -> bool:
     """Return whether a model is an unchanged encoder of semdiag_models, so that hooks see all its attention."""
     return type(model) is Encoder and all(
         type(part) in _PARTS
-        and all(map(_own, (*part._forward_hooks.values(), *part._forward_pre_hooks.values())))
+        and all(
+            getattr(hook, "__module__", "").startswith("semdiag.")
+            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        )
         and not any(callable(getattr(type(part), name, None)) for name in vars(part))
         for part in model.modules()
     )
-
-
-def _own(hook: Callable[..., object]) -> bool:
-    return getattr(hook, "__module__", "").startswith("semdiag.")
 
 
 def core_call(name: str, core: AttentionCore, inputs: Args, mixed: Tensor) -> AttentionCall:

@@ -60,10 +60,8 @@ def run_as_written(
 
 def register_mode(operator: HigherOrderOperator, mode: type[dispatch.TorchDispatchMode]) -> None:
     """Make a higher-order operator dispatch to a mode, for torch before 2.9, which does not ask the mode."""
-    if (
-        not hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")
-        and mode not in operator.python_key_table
-    ):
+    asked = hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")
+    if not asked and mode not in operator.python_key_table:
 
         def rule(own: dispatch.TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
             return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
