@@ -202,7 +202,7 @@ class _Hooks:
             self.restore()
         if not recorder.running:
             self._here.rest()
-            if recorder.closed and not self._lent:
+            if recorder.watched.closed and not self._lent:
                 take_off_hooks(None, self._ended)
 
 
@@ -217,7 +217,7 @@ class _Modes(threading.local):
 
     def start(self) -> None:
         for mode in recording.modes_here():
-            if isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.closed:
+            if isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.watched.closed:
                 mode.__exit__(None, None, None)  # its context was left elsewhere
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
