@@ -345,9 +345,8 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
         hooks.enter_context(watch_attention(encoder, lambda call: seen.update(attention=call)))
         for layer, block in enumerate(encoder.blocks):
             attention, expand, contract = (block.get_submodule(n) for n in ("attention", "expand", "contract"))
-            for part, name in (
-                (block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden")
-            ):  # fmt: skip
+            parts = ((block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden"))
+            for part, name in parts:
                 hooks.enter_context(part.register_forward_pre_hook(partial(keep, name)))
             for part, hook in ((attention, attended), (contract, ended), (block, partial(finish, layer))):
                 hooks.enter_context(part.register_forward_hook(hook))

@@ -272,9 +272,8 @@ class Recorder(threading.local):
 
 def runs_masked(model: nn.Module) -> bool:
     """Return whether this thread or task runs the model's modules with a mask, which copies would lack."""
-    return any(
-        r.masking and not r.watched.closed and any(id(m) in r.names for m in model.modules()) for r in _OPEN.get()
-    )
+    masking = (r for r in _OPEN.get() if r.masking and not r.watched.closed)
+    return any(id(module) in r.names for r in masking for module in model.modules())
 
 
 @contextmanager

@@ -145,7 +145,7 @@ OPTIONS = ("attention_mask", "dropout", "scaling", "sliding_window", "softcap", 
 
 
 class NotFollowedError(Exception):
-    """Raised for an unsupported form of the kernels' arguments, which the message names."""
+    """Raised for attention that cannot be described; the message gives the reason."""
 
 
 def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
