@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from pack_records import read_history
 from scipy import stats
 from t_intervals import UNKNOWN, t_interval
 
 from semdiag.measuring.findings.resampling import Interval
 from semdiag_models import InputError
-from semdiag_models.sweep import SweepRun, read_history, read_sweep
+from semdiag_models.sweep import SweepRun, read_sweep
 
 HERE = Path(__file__).parent
 RUN = ["task", "attention", "frozen", "seed"]  # what names a run of the study

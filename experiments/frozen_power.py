@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from frozen import FULL, HALF, TOPK, attention_of, share
+from pack_records import read_history
 from t_intervals import t_interval
 
-from semdiag_models.sweep import read_history, read_sweep
+from semdiag_models.sweep import read_sweep
 
 HERE = Path(__file__).parent
 SEEDS, STUDIES = 5, 2000

@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from pack_records import read_history
 
 from semdiag.presenting.drawing.style import attention_style, finished, panel_grid, paper_style, plain_numbers
-from semdiag_models.sweep import SweepRun, read_history, read_sweep
+from semdiag_models.sweep import SweepRun, read_sweep
 
 HERE = Path(__file__).parent
 PANELS = {

@@ -24,10 +24,11 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from pack_records import read_history
 
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag_models import TASKS
-from semdiag_models.sweep import SweepRun, read_history, read_sweep
+from semdiag_models.sweep import SweepRun, read_sweep
 
 HERE = Path(__file__).parent
 REFERENCES = HERE.parent / "checkpoints"

@@ -1,18 +1,57 @@
-"""Replaces the records of finished studies by two tables each, once every record has come back unchanged.
+"""Reads and packs the records of finished studies: two tables each, once every record has come back unchanged.
 
 python experiments/pack_records.py experiments/speed experiments/dose
 """
 
 import argparse
+import io
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from semdiag.commands.sweep import SCHEMA
+from semdiag.commands.sweep import read_history as history_of
 from semdiag_models import InputError
-from semdiag_models.reading import read_json
-from semdiag_models.sweep import HISTORIES, RUNS, SCHEMA, read_packed, read_tables
+from semdiag_models.reading import read_bytes, read_json
+from semdiag_models.sweep import SweepRun
+
+RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records of a finished study
+
+
+def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
+    """Return the history in a run's record: its file, or the tables of a finished study."""
+    path = folder / f"{run.name}.json"
+    content = read_json(path) if path.exists() else read_packed(folder).get(run.name)
+    return None if content is None else history_of(path, content, run)
+
+
+def read_packed(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the records in a folder's two tables by run; none without tables."""
+    paths = folder / RUNS, folder / HISTORIES
+    if not all(path.exists() for path in paths):
+        return {}
+    return read_tables(*paths, *(path.stat().st_mtime_ns for path in paths))
+
+
+@lru_cache(maxsize=4)
+def read_tables(runs: Path, histories: Path, *stamps: int) -> dict[str, dict[str, Any]]:
+    """Return the records in two tables by run; kept until a stamp changes."""
+    try:
+        tables = [pd.read_parquet(io.BytesIO(read_bytes(path))) for path in (runs, histories)]
+        found = {
+            name: {str(column): rows[column].tolist() for column in rows if column != "run"}
+            for name, rows in tables[1].groupby("run", sort=False)
+        }
+        pairs = zip(tables[0]["run"], tables[0]["record"], strict=True)
+        return {name: {**json.loads(record), "history": found[name]} for name, record in pairs}
+    except InputError:
+        raise
+    except Exception as error:  # on damaged files the library raises anything
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(f"{runs.parent} holds no records of runs ({why}).") from None
 
 
 def pack(folder: Path, schema: str) -> int:

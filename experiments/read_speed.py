@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 from joint_permutation import joint_rank_tests
+from pack_records import read_history
 from predictors import COLUMNS, Study, blocks, candidates_at, mask_cells, rank_candidates, run_outcomes
 from scipy import stats
 
@@ -24,7 +25,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.reach import shortcut
 from semdiag.measuring.training_runs import run_table
 from semdiag_models import Encoder, InputError
-from semdiag_models.sweep import SweepRun, read_history, read_sweep
+from semdiag_models.sweep import SweepRun, read_sweep
 from semdiag_models.tasks import find_task
 
 HERE = Path(__file__).parent

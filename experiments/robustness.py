@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from pack_records import read_history
 from t_intervals import UNKNOWN, t_interval
 
-from semdiag_models.sweep import SweepRun, read_history, read_sweep
+from semdiag_models.sweep import SweepRun, read_sweep
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "robustness.toml"

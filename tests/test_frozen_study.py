@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.commands.sweep import SCHEMA
 from semdiag_models import InputError
-from semdiag_models.sweep import SCHEMA
 from semdiag_models.training import HISTORY_COLUMNS
 
 pytestmark = pytest.mark.slow  # of a finished study

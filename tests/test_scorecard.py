@@ -12,10 +12,11 @@ import pytest
 import robustness
 import speed_by_mask
 import torch
+from pack_records import read_history
 from scipy import stats
 
 from semdiag.measuring.reach import shortcut
-from semdiag_models.sweep import read_history, read_sweep
+from semdiag_models.sweep import read_sweep
 from semdiag_models.tasks import find_task
 from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER
 
@@ -347,6 +348,7 @@ def test_language_says_what_its_records_say():
     assert f"after {found.loc['window-8', 'bytes_to_full'] / 1e6:.2f} of 3.07 million bytes" in table
 
 
+@pytest.mark.slow
 def test_robustness_says_what_its_records_say():
     outcomes = robustness.read_outcomes(ROOT / "experiments" / "robustness")
     assert outcomes["loss_area"].notna().all()

@@ -7,13 +7,14 @@ import pandas as pd
 import pytest
 import read_speed as reading
 import torch
+from pack_records import read_history
 from predictors import candidates_at
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measure import Conditions
 from semdiag_models import InputError
 from semdiag_models.run_folder import open_run, train_run
-from semdiag_models.sweep import SweepRun, read_history, read_sweep
+from semdiag_models.sweep import SweepRun, read_sweep
 
 pytestmark = pytest.mark.slow  # of a finished study
 

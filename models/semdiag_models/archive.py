@@ -5,7 +5,7 @@ import pickletools
 import zipfile
 from typing import Any, BinaryIO
 
-from semdiag_models.reading import InputError
+from semdiag_models.reading import InputError, refuse
 
 _LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
 _LONGEST_NAME = 300  # largest number of characters of a member's or a global's name
@@ -17,14 +17,14 @@ _WIDTHS = {  # bytes per element, by the start of the storage's class name
 }  # fmt: skip
 
 
-def damaged(reason: str) -> InputError:
-    """Return the error for a file that is not read; its message goes on after the file's path."""
-    return InputError(f"is not a checkpoint, or it is truncated ({reason}).")
+def damaged(reason: str) -> str:
+    """Return the message for a file that is not read; it goes on after the file's path."""
+    return f"is not a checkpoint, or it is truncated ({reason})."
 
 
-def holding_code(code: str) -> InputError:
-    """Return the error for a file that contains code."""
-    return InputError(
+def holding_code(code: str) -> str:
+    """Return the message for a file that contains code."""
+    return (
         f"refused: it holds the code object {code[:120]}, and checkpoints are read as data only. Save a state "
         "dict of tensors instead; for a model of your own name a function that builds it: package.module:function."
     )
@@ -34,30 +34,25 @@ def check_archive(file: BinaryIO) -> str | None:
     """Refuse what breaks torch's reader; return the first member with a wrong checksum."""
     try:
         with zipfile.ZipFile(file) as archive:
-            members, wrong = archive.infolist(), None
+            members = archive.infolist()
             sizes = {member.filename.lower().rpartition("/")[2]: member.file_size for member in members}
-            for problem, there in (
-                ("compressed members, which torch.save never writes", any(m.compress_type for m in members)),
-                ("names of members that are too long", any(len(m.filename) > _LONGEST_NAME for m in members)),
-                (
-                    "members that are larger than the file",
-                    sum(m.file_size for m in members) > file.seek(0, io.SEEK_END),
-                ),
-            ):
-                if there:
-                    raise damaged(problem)
+            compressed = any(member.compress_type for member in members)
+            refuse(compressed, damaged("compressed members, which torch.save never writes"))
+            long = any(len(member.filename) > _LONGEST_NAME for member in members)
+            refuse(long, damaged("names of members that are too long"))
+            larger = sum(member.file_size for member in members) > file.seek(0, io.SEEK_END)
+            refuse(larger, damaged("members that are larger than the file"))
             wrong = archive.testzip()
             for member in members:
                 if member.filename.lower().endswith("data.pkl"):
-                    if member.file_size > _LARGEST_PICKLE:
-                        raise damaged("a pickle that is too large")
+                    refuse(member.file_size > _LARGEST_PICKLE, damaged("a pickle that is too large"))
                     _check_pickle(_content(file, member), sizes)
     except InputError:
         raise
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError, EOFError) as error:
         if code := code_in(file):
-            raise holding_code(code) from None
-        raise damaged(f"no zip archive as torch.save writes it. {_SAVE_AGAIN}") from error
+            raise InputError(holding_code(code)) from None
+        raise InputError(damaged(f"no zip archive as torch.save writes it. {_SAVE_AGAIN}")) from error
     file.seek(0)
     return wrong
 
@@ -83,13 +78,15 @@ def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
             elif name in ("BINGET", "LONG_BINGET", "GET"):
                 stack.append(memo[argument])
             elif name in ("GLOBAL", "INST") and len(str(argument)) > _LONGEST_NAME:
-                raise holding_code(".".join(str(argument).split()))  # torch's search of its message is quadratic
+                raise InputError(
+                    holding_code(".".join(str(argument).split()))
+                )  # torch's search of its message is quadratic
             elif name not in ("PROTO", "FRAME"):
                 _step(opcode, argument, stack, marks, sizes)
     except InputError:
         raise
     except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise damaged("a damaged pickle") from error
+        raise InputError(damaged("a damaged pickle")) from error
 
 
 def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes: dict[str, int]) -> None:
@@ -103,13 +100,12 @@ def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes:
     if opcode.name == "BINPERSID":  # torch trusts the pickle's size of a storage, and would read beyond
         _, kind, key, _, elements = taken[0][1]
         width = next((n for word, n in _WIDTHS.items() if word in str(kind)), 1)
-        if not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]:
-            raise damaged("a storage that is larger than what is stored of it")
+        wrong = not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]
+        refuse(wrong, damaged("a storage that is larger than what is stored of it"))
     changed = opcode.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
     inner = max((depth for depth, _ in taken[changed:]), default=0)
     depth = max(taken[0][0], inner + 1) if changed else inner + 1 if taken else 0
-    if depth > _DEEPEST:
-        raise damaged("containers that are nested too deeply")
+    refuse(depth > _DEEPEST, damaged("containers that are nested too deeply"))
     value = tuple(value for _, value in taken) if opcode.name.startswith("TUPLE") else argument
     for _ in opcode.stack_after:
         stack.append((depth, value))

@@ -89,8 +89,8 @@ def local(
     selected = positions.expand(batch, heads, length, -1)
     if valid is None:
         return selected
-    allowed = valid[:, None, None, :].expand(batch, heads, length, length).gather(3, selected.clamp(min=0))
-    return selected.masked_fill(~allowed, -1)
+    out = ~valid[:, None, None, :].expand(batch, heads, length, length)
+    return selected.masked_fill(out.gather(3, selected.clamp(min=0)), -1)
 
 
 @lru_cache(maxsize=32)
@@ -258,30 +258,22 @@ class AttentionKind:
 
 ATTENTIONS = {
     "full": AttentionKind("every query attends to every key", "all", None, ()),
-    "banded": AttentionKind(
-        "k neighbouring keys around the query, shifted inward at the ends (input-agnostic)",
+    "banded": AttentionKind("k neighbouring keys around the query, shifted inward at the ends (input-agnostic)",
         "fixed", partial(local, band), ("k", "global_tokens", "cls_as_key")),
-    "block": AttentionKind(
-        "the k keys of the query's own block (input-agnostic)",
+    "block": AttentionKind("the k keys of the query's own block (input-agnostic)",
         "fixed", partial(local, block), ("k", "global_tokens", "cls_as_key")),
-    "topk": AttentionKind(
-        "the k keys with the largest scores (input-dependent: the heavy hitters)",
+    "topk": AttentionKind("the k keys with the largest scores (input-dependent: the heavy hitters)",
         "largest", top_k, ("k", "score_gradient", "cls_as_key")),
-    "bottomk": AttentionKind(
-        "the k keys with the smallest scores (input-dependent: a control)",
+    "bottomk": AttentionKind("the k keys with the smallest scores (input-dependent: a control)",
         "smallest", partial(top_k, sign=-1), ("k", "cls_as_key")),
-    "random": AttentionKind(
-        "k keys drawn once for each block, head and query (input-agnostic: a control)",
+    "random": AttentionKind("k keys drawn once for each block, head and query (input-agnostic: a control)",
         "fixed", random, ("k", "selection_seed")),
-    "redrawn": AttentionKind(
-        "k keys drawn anew for each block, head and query at every forward pass, in evaluation, too",
-        "redrawn", partial(random, anew=True)),
-    "lsh": AttentionKind(
-        "the k keys of the query's bucket of sign hashes, in each round (input-dependent)",
+    "redrawn": AttentionKind("k keys drawn anew for each block, head and query at every forward pass, in "
+        "evaluation, too", "redrawn", partial(random, anew=True)),
+    "lsh": AttentionKind("the k keys of the query's bucket of sign hashes, in each round (input-dependent)",
         "hashed", lsh, ("k", "selection_seed", "hash_rounds", "hash_bits", "hashes")),
-    "routing": AttentionKind(
-        "the k keys nearest to each centroid that has the query among its k nearest (input-dependent)",
-        "clustered", routing, ("k", "selection_seed", "clusters", "centroid_decay")),
+    "routing": AttentionKind("the k keys nearest to each centroid that has the query among its k nearest "
+        "(input-dependent)", "clustered", routing, ("k", "selection_seed", "clusters", "centroid_decay")),
 }  # fmt: skip
 LOCAL = tuple(name for name, kind in ATTENTIONS.items() if "global_tokens" in kind.options)
 DRAWN = tuple(name for name, kind in ATTENTIONS.items() if "selection_seed" in kind.options)
@@ -423,18 +415,10 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        index: Tensor,
-        missing: Tensor,
-        length: int,
-        scale: float,
-        p: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, out: Tensor, length: int, scale: float, p: float
     ) -> Tensor:
-        scores = _row_dots(q, k, index).mul_(scale).masked_fill_(missing, torch.finfo(q.dtype).min)
-        weights = scores.softmax(-1).masked_fill_(missing, 0)
+        scores = _row_dots(q, k, index).mul_(scale).masked_fill_(out, torch.finfo(q.dtype).min)
+        weights = scores.softmax(-1).masked_fill_(out, 0)
         kept = dropout(torch.ones_like(weights), p, training=True) if p else None
         ctx.save_for_backward(q, k, v, index, weights, kept)
         ctx.scale, ctx.length = scale, length
@@ -444,10 +428,8 @@ class _Selected(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, index, weights, kept = ctx.saved_tensors
         grad = grad.contiguous()
-        key_sums = _key_sums(index, ctx.length)
-        d_weights, dropped = _row_dots(grad, v, index), weights
-        if kept is not None:
-            d_weights, dropped = d_weights * kept, weights * kept
+        key_sums, d_weights = _key_sums(index, ctx.length), _row_dots(grad, v, index)
+        d_weights, dropped = (t if kept is None else t * kept for t in (d_weights, weights))
         d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype).mul_(ctx.scale)
         d_k, d_v = key_sums(d_scores, q), key_sums(dropped, grad)
         return _gather_sum(d_scores, k, index), d_k, d_v, None, None, None, None, None
@@ -456,8 +438,6 @@ class _Selected(torch.autograd.Function):
 def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """Return rows[i] · table[index[i, j]] for all i, j: (N, D), (M, D), (N, K) -> (N, K)."""
     n, k = index.shape
-    if rows.dtype == torch.bfloat16 and rows.device.type != "cpu":  # CUDA has no such kernel
-        return _row_dots(rows.float(), table.float(), index).to(rows.dtype)
     starts = torch.arange(0, n * k, k, device=index.device)
     bags = torch.arange(n, device=index.device).repeat_interleave(k)
     dots = torch.ops.aten._embedding_bag_per_sample_weights_backward

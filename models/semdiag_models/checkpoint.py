@@ -24,13 +24,9 @@ FORMAT = "semdiag/1"
 def check_plain(content: Any) -> None:
     """Refuse tensors that are not plain dense memory, and containers that cannot be traversed."""
     for t in (t for layer in layers(content) for t in layer if isinstance(t, Tensor)):
-        odd = {
-            "nested": t.is_nested,
-            "meta": t.is_meta,
-            "sparse": t.layout != torch.strided,
-            "quantised": t.is_quantized,
-        }
-        for kind, found in odd.items():
+        sparse = t.layout != torch.strided
+        kinds = ("nested", t.is_nested), ("meta", t.is_meta), ("sparse", sparse), ("quantised", t.is_quantized)
+        for kind, found in kinds:
             refuse(found, f"holds a {kind} tensor; only plain ones are read: tensor.to_dense().")
 
 
@@ -85,9 +81,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint written by :func:`write_checkpoint`, trusting nothing in it."""
     content, *_ = _read(path)
-    if not is_checkpoint(content):
-        way = "Make one with: semdiag train even-pairs --attention topk --k 5."
-        raise InputError(f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). {way}")
+    way = "Make one with: semdiag train even-pairs --attention topk --k 5."
+    refuse(not is_checkpoint(content), f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). {way}")
     return checkpoint_of(path, content)
 
 
@@ -126,10 +121,10 @@ def _read(path: Path) -> tuple[Any, str, str | None]:
             why = holding_code(code) if code else "is not a checkpoint: no readable tensors in it."
             raise InputError(f"{path} {why}") from None
         except Exception as error:  # on damaged files torch raises anything
-            why = damaged(str(error).split("\n", 1)[0][:120] or type(error).__name__)
-            raise InputError(f"{path} {why}") from None
-    if wrong is not None and is_checkpoint(content):
-        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
+            why = str(error).split("\n", 1)[0][:120] or type(error).__name__
+            raise InputError(f"{path} {damaged(why)}") from None
+    bad = wrong is not None and is_checkpoint(content)
+    refuse(bad, f"{path} is damaged: the checksum of {str(wrong)[:80]!r} is wrong. Restore it from a copy.")
     return content, digest, wrong
 
 
@@ -153,9 +148,9 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
     """Refuse parameters that do not fit the model."""
     expected = model.state_dict()
     for name in [*expected, *state]:
-        if name not in expected or name not in state:
-            kind = "lacks" if name in expected else "has the unexpected"
-            raise InputError(f"{path} {kind} parameter {name!r}: it does not fit its configuration.")
+        kind = "lacks" if name in expected else "has the unexpected"
+        odd = name not in expected or name not in state
+        refuse(odd, f"{path} {kind} parameter {name!r}: it does not fit its configuration.")
     for name, t in state.items():
         shape, wanted = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__, tuple(expected[name].shape)
         where = f"{path}: parameter {name!r}"
@@ -177,8 +172,8 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
         training = TrainingConfig.from_dict(content["config"]["training"])
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    if model.blocks > len(state):  # checked before so many blocks are made
-        raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
+    few = model.blocks > len(state)  # checked before so many blocks are made
+    refuse(few, f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
     with torch.device("meta"):
         skeleton = Encoder(model)
     entries = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))

@@ -163,11 +163,9 @@ class ModelConfig(Record):
                 takers = " and ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
                 why = f"takes no {f.name}; {takers} {'do' if kinds[1:] else 'does'}. Got {f.name}={value}."
                 raise InputError(f"{self.attention} attention {why}")
-        k = self.k
-        if "k" in ATTENTIONS[self.attention].options:
-            refuse(k is None, f"{self.attention} attention needs k, the number of keys kept per query.")
-        large = f"k must be at most the sequence length. Got k={k}, length={self.length}."
-        refuse((k or 0) > self.length, large)
+        k, needs = self.k, "k" in ATTENTIONS[self.attention].options
+        refuse(needs and not k, f"{self.attention} attention needs k, the number of keys kept per query.")
+        refuse((k or 0) > self.length, f"k must be at most the sequence length. Got {k=}, length={self.length}.")
         apart = not self.cls_as_key and (self.pooling != "cls" or self.global_tokens > 0)
         refuse(apart, "cls_as_key=False goes with CLS pooling and without global tokens.")
         for name, number in self._usual_numbers().items():
@@ -209,8 +207,8 @@ class ModelConfig(Record):
     @property
     def keys_kept(self) -> int | None:
         """Number of keys that an ordinary query keeps: k, plus CLS and the global tokens in local attention."""
-        of_all = self.global_tokens + self.cls_tokens * self.cls_as_key if self._local else 0
-        return None if self.k is None else self.k + of_all
+        of_all = self.global_tokens + self.cls_tokens * self.cls_as_key
+        return None if self.k is None else self.k + of_all * self._local
 
     @property
     def attention_label(self) -> str:
@@ -264,8 +262,7 @@ class ListOpsTrees(Record):
     @property
     def label(self) -> str:
         """Everything that distinguishes such laws, in one word."""
-        usual = (self.min_arity, self.max_arity) == (2, 10)
-        arities = "" if usual else f"-arity-{self.min_arity}-{self.max_arity}"
+        arities = f"-arity-{self.min_arity}-{self.max_arity}".removesuffix("-arity-2-10")
         return f"{self.shortest}-{self.longest}-depth-{self.max_depth}{arities}"
 
 
@@ -326,10 +323,9 @@ class TrainingConfig(Record):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         super().__post_init__()
         task, text, least = self.task, self.text, self.least_length
-        odd = (task == "text") != (text is not None)
-        refuse(odd, f"The task text and nothing else has a text. Got task={task!r}, text={text}.")
-        odd = self.listops is not None and task != "listops"
-        refuse(odd, f"Only the task listops has trees. Got task={task!r}, {self.listops}.")
+        odd, trees = (task == "text") != (text is not None), self.listops
+        refuse(odd, f"The task text and nothing else has a text. Got {task=}, {text=}.")
+        refuse(trees and task != "listops", f"Only the task listops has trees. Got {task=}, {trees}.")
         refuse(self.fresh_samples and text is not None, "A text has no fresh samples: leave out --fresh-samples.")
         if least is not None:
             refuse(task in ("text", "listops"), f"The task {task} draws no lengths: give it one length.")
@@ -339,9 +335,8 @@ class TrainingConfig(Record):
         refuse(twice, f"frozen names every part once. Got {', '.join(self.frozen)}.")
         data = (self.train_samples + self.holdout_samples) * self.length
         refuse(data > _LARGEST_DATA, f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
-        for epoch in self.snapshots:
-            late = not 0 <= epoch <= self.epochs
-            refuse(late, f"Snapshots must lie in 0 … {self.epochs} (epochs). Got {epoch}.")
+        late = [epoch for epoch in self.snapshots if not 0 <= epoch <= self.epochs]
+        refuse(late, f"Snapshots must lie in 0 … {self.epochs} (epochs). Got {', '.join(map(str, late))}.")
 
 
 _NESTED: dict[str, type[Record]] = {"text": TextSource, "listops": ListOpsTrees}  # fields that are records

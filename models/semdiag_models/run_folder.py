@@ -32,32 +32,29 @@ def open_run(
     last = folder / "last.pt"
     with ExitStack() as undo:
         lock = _lock(folder, undo) if folder.is_dir() else None
-        if last.exists() and not (resume or overwrite):
-            ways = "Add --resume to continue it, --overwrite to start anew, or name another folder with --out."
-            raise InputError(f"{folder} already holds a run. {ways}")
-        if training.compiled and device.type == "cpu" and not resume:
-            raise InputError("A compiled step is slower on a CPU. Leave out --compile.")
+        ways = "Add --resume to continue it, --overwrite to start anew, or name another folder with --out."
+        refuse(last.exists() and not (resume or overwrite), f"{folder} already holds a run. {ways}")
+        slower = training.compiled and device.type == "cpu" and not resume
+        refuse(slower, "A compiled step is slower on a CPU. Leave out --compile.")
         saved = _saved(last, model, training) if resume else None
         trainer = Trainer(model, training, device)
-        if saved is not None:
-            try:
+        try:
+            if saved is not None:
                 trainer.restore(saved)
-            except InputError as error:
-                raise InputError(f"{last} cannot be resumed: {error}") from None
-        if lock is None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InputError(f"{folder} cannot be made: {error.strerror}.") from None
-            lock = _lock(folder, undo)
-        trainer.lock = lock
+        except InputError as error:
+            raise InputError(f"{last} cannot be resumed: {error}") from None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder} cannot be made: {error.strerror}.") from None
+        trainer.lock = lock or _lock(folder, undo)
         undo.pop_all()
     return trainer
 
 
 def _lock(folder: Path, undo: ExitStack) -> RunLock:
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"{folder} cannot be written to: permission denied. Choose another folder with --out.")
+    denied = not os.access(folder, os.W_OK)
+    refuse(denied, f"{folder} cannot be written to: permission denied. Choose another folder with --out.")
     lock = RunLock(folder)
     undo.callback(lock.release)
     return lock
@@ -90,8 +87,8 @@ def open_seed_runs(
     resume: bool, overwrite: bool,
 ) -> dict[Trainer, Path]:  # fmt: skip
     """Return a trainer and its folder for every seed, or nothing."""
-    if len(set(seeds)) != len(seeds) or not seeds:
-        raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
+    twice = len(set(seeds)) != len(seeds) or not seeds
+    refuse(twice, f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
     drawn = model.attention in DRAWN  # every seed keeps different keys
     models = [replace(model, selection_seed=seed) if drawn else model for seed in seeds]
     runs = [(own, replace(training, seed=seed)) for own, seed in zip(models, seeds, strict=True)]

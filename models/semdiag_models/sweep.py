@@ -1,11 +1,8 @@
-"""Sweeps: a TOML grid becomes runs; each is trained in a process of its own, and has a record and a row."""
+"""Sweeps: a TOML grid becomes runs, and each is trained in a process of its own."""
 
 import hashlib
-import io
 import json
-import math
 import re
-import shlex
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from semdiag_models import reading
-from semdiag_models.checkpoint import Checkpoint, read_checkpoint, weights_sha256
+from semdiag_models.checkpoint import Checkpoint, read_checkpoint
 from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type
 from semdiag_models.reading import InputError, refuse
 from semdiag_models.run_folder import open_run, run_name, train_seed_runs
 from semdiag_models.tasks import Task, Text, configure, find_task, listops, open_text, task_of
-from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer, ended, find_device
+from semdiag_models.training import DivergedError, Trainer, ended, find_device
 from semdiag_models.workers import TICK, Workers
 
 MOST_RUNS = 100_000  # largest number of runs of one file
@@ -35,8 +32,6 @@ _IN_THE_NAME = (
     "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient", *_CONTINUABLE,
 )  # fmt: skip
 _LONGEST_NAME = 90  # without the hash; longer names are cut
-SCHEMA = "semdiag.run/1"
-RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records of a finished study
 
 
 @dataclass(frozen=True)
@@ -284,140 +279,3 @@ def epochs_so_far(folder: Path) -> int:
         return reading.read_bytes(folder / "history.csv").count(b"\n") - 1
     except InputError:
         return 0
-
-
-def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
-    """Write a finished run's record, ``NAME.json``; a history has seven digits, as float32 has no more."""
-    facts = {k: _without_folders(v) if k == "command" else v for k, v in saved.provenance.items()}
-    short = {k: [v if isinstance(v, int) else float(f"{v:.7g}") for v in c] for k, c in saved.history.items()}
-    content = {
-        "schema": SCHEMA, "run": run.name, "model": saved.model.to_dict(), "training": saved.training.to_dict(),
-        "epochs": saved.epoch, "weights": weights_sha256(saved.state), "provenance": facts, "history": short,
-    }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    reading.write_text(folder / f"{run.name}.json", json.dumps(content, allow_nan=False) + "\n")
-
-
-def _without_folders(command: str) -> str:
-    """Reduce absolute paths in a command, also after ``--option=``, to their last parts."""
-    words = []
-    for word in shlex.split(command):
-        option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
-        words.append(f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}")
-    return shlex.join(words)
-
-
-def read_packed(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the records in a folder's two tables by run; none without tables."""
-    paths = folder / RUNS, folder / HISTORIES
-    if not all(path.exists() for path in paths):
-        return {}
-    return read_tables(*paths, *(path.stat().st_mtime_ns for path in paths))
-
-
-@lru_cache(maxsize=4)
-def read_tables(runs: Path, histories: Path, *stamps: int) -> dict[str, dict[str, Any]]:
-    """Return the records in two tables by run; kept until a stamp changes."""
-    import pandas as pd
-
-    try:
-        tables = [pd.read_parquet(io.BytesIO(reading.read_bytes(path))) for path in (runs, histories)]
-        found = {
-            name: {str(column): rows[column].tolist() for column in rows if column != "run"}
-            for name, rows in tables[1].groupby("run", sort=False)
-        }
-        pairs = zip(tables[0]["run"], tables[0]["record"], strict=True)
-        return {name: {**json.loads(record), "history": found[name]} for name, record in pairs}
-    except InputError:
-        raise
-    except Exception as error:  # on damaged files the library raises anything
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise InputError(f"{runs.parent} holds no records of runs ({why}).") from None
-
-
-def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
-    """Return the history in a run's record: its file, or the tables of a finished study."""
-    path = folder / f"{run.name}.json"
-    content = reading.read_json(path) if path.exists() else read_packed(folder).get(run.name)
-    if content is None:
-        return None
-    try:
-        refuse(content["schema"] != SCHEMA, f"its schema is {content['schema']!r}")
-        training, model = TrainingConfig.from_dict(content["training"]), ModelConfig.from_dict(content["model"])
-        history: dict[str, list[float]] = content["history"]
-        whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
-        finite = all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c)
-        refuse(not whole or not finite, "its history is not a list of numbers per quantity")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
-    if identity(model, training) != identity(run.model, run.training):
-        raise InputError(f"{path} is the record of another configuration. Move it away.")
-    return history
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """One row of a sweep's results."""
-
-    run: str  # name of the folder
-    status: str  # done, begun, waiting, diverged or failed: docs/commands/training.md
-    task: str  # label of the task
-    attention: str  # kind of attention, with k and global tokens in columns of their own
-    k: int | None
-    global_tokens: int
-    activation: str
-    seed: int
-    epochs: int  # number of finished epochs, among those requested
-    epochs_to_target: int | None  # first epoch that reaches the target's training accuracy; None if none does
-    train_accuracy: float | None  # after the last epoch, in [0, 1]
-    holdout_accuracy: float | None  # after the last epoch
-    best_holdout_accuracy: float | None  # after the best epoch
-    seconds: float  # of all epochs, including evaluation; summed over interruptions
-    problem: str  # what went wrong, or that there are more epochs, in one line
-
-
-def result(
-    run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None, records: Path | None = None,
-    keep: bool = True,
-) -> RunResult:  # fmt: skip
-    """Return a run's row, from its folder or, if that is not finished, from its record; keep a record of it."""
-    problem, recorded, saved = "" if outcome is None else outcome.problem, None, None
-    try:
-        recorded = None if records is None else read_history(records, run)
-        status, saved = inspect(folder, run)
-        known = len((recorded or {}).get("epoch", ()))
-        if keep and records and saved and status == "done" and saved.epoch > known:
-            write_record(records, run, saved)
-    except InputError as error:
-        status, problem = "failed", str(error)
-    history = {} if saved is None else saved.history
-    if recorded is not None and status not in ("done", "failed") and ended(recorded, run.training):
-        status, history = "done", recorded
-    if outcome is not None and status != "done":
-        status = outcome.status
-    epochs, asked = len(history.get("epoch", ())), run.training.epochs
-    if epochs > asked:  # the file requested more epochs before
-        history = {name: values[:asked] for name, values in history.items()}
-        problem = problem or f"was trained to epoch {epochs} before; this row is of epoch {asked}"
-    train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
-    return RunResult(
-        run.name, status, run.training.task_label, run.model.attention, run.model.k, run.model.global_tokens,
-        run.model.activation, run.training.seed, min(epochs, asked),
-        next((n for n, reached in enumerate(train, start=1) if reached >= target), None),
-        train[-1] if train else None, holdout[-1] if holdout else None, max(holdout, default=None),
-        round(sum(history.get("seconds", [])), 3), problem,
-    )  # fmt: skip
-
-
-def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the results as plain values for JSON."""
-    return {"schema": "semdiag.sweep/1", "provenance": provenance, "results": [vars(row) for row in rows]}
-
-
-def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:
-    """Write ``results.csv`` and ``results.json``, each whole or not at all."""
-    reading.write_csv(
-        folder / "results.csv", [[f.name for f in fields(RunResult)], *(vars(row).values() for row in rows)]
-    )
-    document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
-    reading.write_text(folder / "results.json", document + "\n")

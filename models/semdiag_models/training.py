@@ -15,7 +15,7 @@ from semdiag_models.checkpoint import Checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
 from semdiag_models.reading import InputError, RunLock, refuse, require_memory, unknown_name
-from semdiag_models.tasks import Split, draw_data, draw_fresh, task_of
+from semdiag_models.tasks import Split, draw_data, task_of
 
 HISTORY_COLUMNS = (
     "epoch", "learning_rate", "train_loss", "train_accuracy", "holdout_loss", "holdout_accuracy", "seconds",
@@ -217,14 +217,10 @@ class Trainer:
 
     def checkpoint(self, provenance: dict[str, Any], resumable: bool) -> Checkpoint:
         """Return a snapshot; a resumable one has the states of the generators and of the optimiser, too."""
-        taken = Checkpoint(
-            self.config, self.training, self.encoder.state_dict(), self.epoch, self.history, provenance=provenance
-        )
-        if resumable:
-            memory = {} if self.optimizer is None else self.optimizer.state
-            states = {name: dict(memory[p]) for name, p in self.encoder.named_parameters() if memory.get(p)}
-            taken.rng, taken.optimizer_state = random_state(self.device), states
-        return taken
+        memory = self.optimizer.state if self.optimizer and resumable else {}
+        states = {name: dict(memory[p]) for name, p in self.encoder.named_parameters() if memory.get(p)}
+        state, rng = self.encoder.state_dict(), random_state(self.device) if resumable else {}
+        return Checkpoint(self.config, self.training, state, self.epoch, self.history, rng, provenance, states)
 
     def restore(self, saved: Checkpoint) -> None:
         """Continue from a snapshot."""
@@ -265,7 +261,7 @@ class Trainer:
     def begin_epoch(self) -> None:
         """Draw the samples of the next epoch, if every epoch has its own."""
         if self.training.fresh_samples:
-            split = draw_fresh(self.training, self.epoch, self.config.length, self.config.pad_id)
+            split, _ = draw_data(self.training, self.config.length, self.config.pad_id, self.epoch)
             self.padded = self._any_pads(split, self.holdout_split)
             self.train_split = Split(*(t.to(self.device) for t in split))
 

@@ -40,11 +40,9 @@ class LocalWorkers:
 
     def _executor(self) -> Any:
         """Return the pool, or a new one if a killed process broke it."""
-        env, me = (
-            dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-            (os.getpid(),),
-        )
-        return get_reusable_executor(self.capacity, timeout=3600, env=env, initializer=_work_for, initargs=me)
+        env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        start = {"initializer": _work_for, "initargs": (os.getpid(),)}
+        return get_reusable_executor(self.capacity, timeout=3600, env=env, **start)
 
     def submit(self, order: Any) -> Any:
         """Submit an order; return a handle."""

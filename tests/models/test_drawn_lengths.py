@@ -8,7 +8,7 @@ from scipy import stats
 
 from semdiag_models.config import TrainingConfig
 from semdiag_models.reading import InputError
-from semdiag_models.tasks import draw_data, draw_fresh, find_task
+from semdiag_models.tasks import draw_data, find_task
 
 TASK = find_task("even-pairs")
 
@@ -47,8 +47,8 @@ def test_lengths_are_uniform():
 def test_they_are_the_same_again_and_every_epoch_has_its_own():
     config, (train, _) = drawn(train_samples=50, fresh_samples=True)
     assert torch.equal(draw_data(config, 24, TASK.pad_id)[0].tokens, train.tokens)
-    later = draw_fresh(config, 1, 24, TASK.pad_id)
-    assert torch.equal(draw_fresh(config, 1, 24, TASK.pad_id).tokens, later.tokens)
+    later = draw_data(config, 24, TASK.pad_id, 1)[0]
+    assert torch.equal(draw_data(config, 24, TASK.pad_id, 1)[0].tokens, later.tokens)
     assert not torch.equal(later.tokens, train.tokens)
 
 

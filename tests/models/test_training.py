@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
 from semdiag_models.encoder import Encoder
 from semdiag_models.reading import InputError
-from semdiag_models.tasks import draw_data, draw_fresh
+from semdiag_models.tasks import draw_data
 from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Steps, Trainer, stackable, train_together
 
 CPU = torch.device("cpu")
@@ -31,6 +31,7 @@ def same_weights(one, other):
     return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 @pytest.mark.processor
 @pytest.mark.parametrize(("kind", "k"), KINDS)
 def test_the_loss_falls_on_a_task_that_can_be_learned(tiny_model, tiny_training, kind, k):
@@ -190,11 +191,11 @@ def test_fresh_samples_are_other_ones_every_epoch_and_the_same_when_resumed(tiny
     assert torch.equal(seen[0], draw_data(training, 8, 2)[0].tokens)
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
-    assert torch.equal(seen[2], draw_fresh(training, 2, 8, 2).tokens)
-    tokens, labels = draw_fresh(training, 2, 11, 2)
+    assert torch.equal(seen[2], draw_data(training, 8, 2, 2)[0].tokens)
+    tokens, labels = draw_data(training, 11, 2, 2)[0]
     assert (tokens[:, 8:] == 2).all()
     assert torch.equal(labels, tokens[:, 0] ^ tokens[:, 7])
-    assert not torch.equal(seen[1], draw_fresh(tiny_training(seed=6), 1, 8, 2).tokens)
+    assert not torch.equal(seen[1], draw_data(tiny_training(seed=6), 8, 2, 1)[0].tokens)
 
 
 def test_a_hopeless_learning_rate_is_reported_as_divergence(tiny_model, tiny_training):
@@ -313,6 +314,7 @@ def learnable(tiny_model, tiny_training, **fields):
     return tiny_model(attention="topk", k=2, **sizes), tiny_training(**data, **fields)
 
 
+@pytest.mark.slow
 def test_a_run_stops_after_the_first_epoch_that_is_good_enough(tiny_model, tiny_training):
     whole = trained(*learnable(tiny_model, tiny_training, epochs=15, exact=True)).history["train_accuracy"]
     enough = next(epoch for epoch, accuracy in enumerate(whole, start=1) if accuracy >= 0.9)

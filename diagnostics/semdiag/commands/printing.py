@@ -13,10 +13,11 @@ from semdiag.measuring.words import count, counted, four_digits, percent, plain,
 from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
 from semdiag.presenting.terminal import say, tell
 from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
-from semdiag.reporting.gate import LayerGate, Verification
+from semdiag.reporting.gate import Verification
 
 if TYPE_CHECKING:
-    from semdiag_models.sweep import RunResult, SweepRun
+    from semdiag.commands.sweep import RunResult
+    from semdiag_models.sweep import SweepRun
 
 _ROWS = 100  # printed; the files hold all
 _PLAN = (
@@ -33,7 +34,7 @@ _RESULTS = (
 
 def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_json: bool, quiet: bool) -> None:
     """Print runs and the epochs that are left by task and attention, and all runs in JSON."""
-    from semdiag_models.sweep import result
+    from semdiag.commands.sweep import result
 
     found = [result(run, folder / run.name, 1.0, None, records, keep=False) for run in runs]
     left = [
@@ -76,7 +77,7 @@ def _echo_json(content: dict[str, Any]) -> None:
 
 def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json: bool, quiet: bool) -> None:
     """Print the table of results; of very many runs only those that are not done."""
-    from semdiag_models.sweep import results_document
+    from semdiag.commands.sweep import results_document
 
     if as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
@@ -203,10 +204,10 @@ def _verdict(result: GateResult, percentile: str) -> str:
     return "FAILS" if percentile in result.failed else "holds"
 
 
-def _layers(gate: LayerGate) -> str:
-    if not gate.failing:
+def _layers(gate: GateResult) -> str:
+    if not gate.failed:
         return f"δ_h < δ_s at the median of each of the {len(gate.full)} layers"
-    judged = [n for n in gate.failing if n not in gate.unknown]
+    judged = [n for n in gate.failed if n not in gate.unknown]
     parts = [f"layer {n} ({three_digits(gate.topk[n])} against {three_digits(gate.full[n])})" for n in judged]
     sentences = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
     unjudged = ", ".join(f"layer {n}" for n in gate.unknown)

@@ -18,7 +18,7 @@ from semdiag_models.tasks.sampling import Samples
 from semdiag_models.tasks.text import Text, open_text, perplexity
 
 __all__ = [
-    "TASKS", "Classification", "Recipe", "Split", "Task", "Text", "configure", "draw_data", "draw_fresh",
+    "TASKS", "Classification", "Recipe", "Split", "Task", "Text", "configure", "draw_data",
     "find_task", "listops", "open_text", "padded_length", "perplexity", "task_of",
 ]  # fmt: skip
 ADAM_RATE = 0.001  # learning rate of Adam; the recipes' rates are for plain SGD
@@ -60,8 +60,7 @@ class Task:
 
     def sample(self, n: int, length: int, generator: Generator) -> Samples:
         """Draw n labelled strings."""
-        needed = f"{self.name} needs a length of at least {self.shortest}. Got length={length}."
-        refuse(length < self.shortest, needed)
+        refuse(length < self.shortest, f"{self.name} needs a length of at least {self.shortest}. Got {length=}.")
         return self.strings(n, length, generator)
 
     def parse(self, text: str) -> list[int]:
@@ -143,13 +142,8 @@ def configure(
     if values.get("attention") in DRAWN:  # every seed keeps different keys
         values.setdefault("selection_seed", values.get("seed", TrainingConfig.seed))
     positions = padded_length(values["length"], values.get("k"), values.get("pad_as_token", False))
-    values |= {
-        "vocabulary_size": task.vocabulary_size,
-        "classes": task.classes,
-        "task": task.name,
-        "listops": trees,
-    }
-    values["text"] = task.source if isinstance(task, Text) else None
+    values |= {"vocabulary_size": task.vocabulary_size, "classes": task.classes, "task": task.name}
+    values |= {"listops": trees, "text": task.source if isinstance(task, Text) else None}
     model, training = (
         {f.name: v for f in fields(record) if (v := values.get(f.name)) is not None}
         for record in (ModelConfig, TrainingConfig)
@@ -169,26 +163,11 @@ class Split(NamedTuple):
     labels: Tensor
 
 
-def draw_data(config: TrainingConfig, positions: int, pad_id: int) -> tuple[Split, Split]:
-    """Regenerate a run's training and held-out samples from its seed, padded to a number of positions."""
-    generator = torch.Generator().manual_seed(config.seed)
-    return _draw(config, config.holdout_samples, generator, positions, pad_id)
-
-
-def draw_fresh(config: TrainingConfig, epoch: int, positions: int, pad_id: int) -> Split:
-    """Draw an epoch's training samples from seed and epoch alone, so that a resumed run sees the same ones."""
-    if epoch == 0:
-        return draw_data(config, positions, pad_id)[0]
+def draw_data(config: TrainingConfig, positions: int, pad_id: int, epoch: int = 0) -> tuple[Split, Split]:
+    """Regenerate a run's training and held-out samples, padded; after epoch 0 fresh ones, and one held-out."""
     words = np.random.SeedSequence([config.seed, epoch]).generate_state(1, np.uint64)
-    generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
-    return _draw(config, 1, generator, positions, pad_id)[0]
-
-
-def _draw(
-    config: TrainingConfig, holdout: int, generator: Generator, positions: int, pad_id: int
-) -> tuple[Split, Split]:
-    """Draw training samples and this many held-out ones, all of one length or each of its own."""
-    task, n = task_of(config), config.train_samples
+    seed, holdout = (int(words[0] >> np.uint64(1)), 1) if epoch else (config.seed, config.holdout_samples)
+    generator, task, n = torch.Generator().manual_seed(seed), task_of(config), config.train_samples
     if config.least_length is None:
         both = task.draw(n, holdout, config.length, generator)
     else:

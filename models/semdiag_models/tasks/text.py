@@ -48,8 +48,7 @@ class Text:
         """The paper's smallest model of Penn Treebank, on all windows of the text."""
         pieces = self._pieces()
         window = self._window if self._window is not None else int(pieces[0].lengths.double().mean())
-        short = f"The lines of {self.source.file} are too short: fewer than one piece on average."
-        refuse(window < 1, short)
+        refuse(window < 1, f"The lines of {self.source.file} are too short: fewer than one piece on average.")
         counts = [_count(part, window, name) for part, name in zip(pieces, self._names, strict=True)]
         return Recipe(window, 50, 8, 1.0, 0.99, 32, 128, 32, 128, *counts)
 

@@ -7,12 +7,13 @@ import threading
 import pytest
 
 from semdiag.commands.printing import SweepProgress
+from semdiag.commands.sweep import result
 from semdiag.commands.train import TrainingProgress
 from semdiag.presenting import terminal as minutes
 from semdiag.presenting.progress import Stages
 from semdiag.presenting.terminal import Minutes
 from semdiag_models import ModelConfig, TrainingConfig, open_run
-from semdiag_models.sweep import SweepRun, result
+from semdiag_models.sweep import SweepRun
 
 
 class Clock:
@@ -103,6 +104,7 @@ def test_nothing_is_said_where_it_is_not_wanted(clock, capsys, monkeypatch, way)
     assert lines(capsys) == []
 
 
+@pytest.mark.slow
 def test_a_thread_looks_at_the_clock_and_ends_with_the_work(monkeypatch):
     looked = threading.Event()
     monkeypatch.setattr(Minutes, "tick", lambda self: looked.set())

@@ -268,20 +268,6 @@ def test_the_plain_path_can_be_differentiated_twice():
     assert torch.autograd.gradgradcheck(lambda *t: plain_selected_attention(*t, SCALE, selected), inputs)
 
 
-@pytest.mark.device
-def test_bfloat16_runs_on_another_device(other_device):
-    """CUDA has no kernel for one of its products in bfloat16."""
-    draw = torch.Generator().manual_seed(4)
-    q, k, v = torch.randn(3, 2, 2, 9, 8, generator=draw).bfloat16().to(other_device)
-    selected = torch.rand(2, 2, 9, 9, generator=draw).topk(3, -1).indices.to(other_device)
-    mixed = [
-        selected_attention(*(t.to(dtype) for t in (q, k, v)), 0.5, selected, 0.0).float().cpu()
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    # The scores, the weights and the values are each rounded to 8 bits; scores lie below 8.
-    torch.testing.assert_close(*mixed, rtol=0, atol=(8 + 2) * 2**-8 * float(v.abs().max()))
-
-
 # --- straight-through gradients
 
 

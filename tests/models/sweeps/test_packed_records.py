@@ -4,10 +4,9 @@ import json
 
 import pandas as pd
 import pytest
-from pack_records import pack
+from pack_records import HISTORIES, RUNS, pack, read_packed
 
 from semdiag_models.reading import InputError
-from semdiag_models.sweep import HISTORIES, RUNS, read_packed
 
 SCHEMA = "semdiag.run/1"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from semdiag.commands.sweep import result
 from semdiag_models import InputError, read_checkpoint, write_checkpoint
 from semdiag_models.checkpoint import weights_sha256
 from semdiag_models.sweep import (
@@ -15,7 +16,6 @@ from semdiag_models.sweep import (
     epochs_so_far,
     inspect,
     name_run,
-    result,
     train_order,
 )
 
@@ -125,6 +125,7 @@ def test_an_error_that_may_pass_asks_for_another_attempt(run, tmp_path):
     assert train_order(Order((run(),), tmp_path, "cpu", {})) == [Outcome("done")]
 
 
+@pytest.mark.slow
 def test_runs_in_one_step_end_as_they_would_alone_and_one_that_diverges_stops_none(run, trained, tmp_path):
     wild = run(seed=9)
     wild = replace(wild, name="wild")

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from semdiag.commands.sweep import result
 from semdiag_models import read_checkpoint
-from semdiag_models.sweep import Order, SweepRun, epochs_so_far, name_run, result, together, train_all, train_order
+from semdiag_models.sweep import Order, SweepRun, epochs_so_far, name_run, together, train_all, train_order
 from semdiag_models.workers import LocalWorkers, cores
 
 pytestmark = pytest.mark.slow
