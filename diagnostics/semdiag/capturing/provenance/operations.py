@@ -417,9 +417,5 @@ class OperationWatch(dispatch.TorchDispatchMode):
         """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""
         if name in _SPARSE or name in SOFTMAXES:
             self.recorder.skip("softmax", "of a sparse or oneDNN tensor: only dense ones are followed")
-            return
-        for tensor in given:
-            scores, weights = self.tags.of(tensor)
-            if weights is not None or (scores is not None and not any(scores.fixed)):
-                self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")
-                return
+        elif any(w is not None or (s is not None and not any(s.fixed)) for s, w in map(self.tags.of, given)):
+            self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")

@@ -94,11 +94,9 @@ class Products:
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
-            if scores is None or any(scores.fixed) or scores.constant:
+            if scores is None or any(scores.fixed) or scores.constant or not scores.sides(axis):
                 continue
-            if self._is_weight(other) or self._tags.constant(other):
-                continue
-            if scores.sides(axis):
+            if not (self._is_weight(other) or self._tags.constant(other)):
                 self._softmaxes.without[made.number] = name, self._recorder.module
 
     def _is_weight(self, tensor: Tensor) -> bool:
