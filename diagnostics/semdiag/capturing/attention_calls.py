@@ -41,16 +41,19 @@ class Hook(partial[None]):
 class Hooks:
     """Two hooks on a module, which its copies do not run; removable even if only one is registered."""
 
-    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    def __init__(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], prepend: bool = False
+    ) -> None:
         def unless_removed(*arguments: Any) -> None:
             if len(arguments) == 3:  # torch omits keyword arguments if the hook was removed meanwhile
                 before(*arguments)
 
-        self._module, self._before, self._after = module, Hook(unless_removed), Hook(after)
+        self._module, self._prepend = module, prepend
+        self._before, self._after = Hook(unless_removed), Hook(after)
 
     def put_on(self) -> None:
         """Register both hooks."""
-        self._module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        self._module.register_forward_pre_hook(self._before, prepend=self._prepend, with_kwargs=True)
         self._module.register_forward_hook(self._after, always_call=True)
 
     def remove(self) -> None:

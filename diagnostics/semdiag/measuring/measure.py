@@ -145,7 +145,7 @@ def measure(
                 consumer.start(batching.samples_of(batch))
             _check_real(real, collected.samples, 0)  # more may follow
             logits = run(batch)
-            if logits is not None:  # an external model's output is unknown
+            if not loaded.external:  # the output of other models is unknown
                 answers.append(predicted_classes(logits).cpu())
             after_batch(batching.samples_of(batch))
     collected.arrivals.settle()
