@@ -41,16 +41,19 @@ class Hook(partial[None]):
 class Hooks:
     """Two hooks on a module, which its copies do not run; removable even if only one is registered."""
 
-    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    def __init__(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], prepend: bool = False
+    ) -> None:
         def unless_removed(*arguments: Any) -> None:
             if len(arguments) == 3:  # torch omits keyword arguments if the hook was removed meanwhile
                 before(*arguments)
 
-        self._module, self._before, self._after = module, Hook(unless_removed), Hook(after)
+        self._module, self._prepend = module, prepend
+        self._before, self._after = Hook(unless_removed), Hook(after)
 
     def put_on(self) -> None:
         """Register both hooks."""
-        self._module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        self._module.register_forward_pre_hook(self._before, prepend=self._prepend, with_kwargs=True)
         self._module.register_forward_hook(self._after, always_call=True)
 
     def remove(self) -> None:
@@ -202,7 +205,7 @@ class _Hooks:
             self.restore()
         if not recorder.running:
             self._here.rest()
-            if recorder.closed and not self._lent:
+            if recorder.watched.closed and not self._lent:
                 take_off_hooks(None, self._ended)
 
 
@@ -217,7 +220,7 @@ class _Modes(threading.local):
 
     def start(self) -> None:
         for mode in recording.modes_here():
-            if isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.closed:
+            if isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.watched.closed:
                 mode.__exit__(None, None, None)  # its context was left elsewhere
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
@@ -290,8 +293,7 @@ def _uncompiled() -> Iterator[None]:
         if any(name in sys.modules for name in _COMPILERS):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
-            # our hooks, intended
-            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours
             # of torch 2.12: what runs as it was written has no compiled frames
             warnings.filterwarnings("ignore", message=".*fullgraph=True found no compiled frames")
         else:
@@ -346,9 +348,8 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
         hooks.enter_context(watch_attention(encoder, lambda call: seen.update(attention=call)))
         for layer, block in enumerate(encoder.blocks):
             attention, expand, contract = (block.get_submodule(n) for n in ("attention", "expand", "contract"))
-            for part, name in (
-                (block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden")
-            ):  # fmt: skip
+            parts = ((block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden"))
+            for part, name in parts:
                 hooks.enter_context(part.register_forward_pre_hook(partial(keep, name)))
             for part, hook in ((attention, attended), (contract, ended), (block, partial(finish, layer))):
                 hooks.enter_context(part.register_forward_hook(hook))

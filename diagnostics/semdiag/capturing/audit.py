@@ -73,13 +73,11 @@ class Remark(NamedTuple):
 class Audit:
     """Everything that a watch saw; it fills while the model runs."""
 
-    # names of the modules with attention, captured or to be captured
-    modules: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)  # names of the modules with attention
     captured: Counter[Captured] = field(default_factory=Counter)  # number of calls by module and mechanism
     skipped: Counter[Skipped] = field(default_factory=Counter)  # number of occurrences of each skipped operation
     remarks: Counter[Remark] = field(default_factory=Counter)  # number of occurrences of each remark
-    # number of softmaxes in each module that never met values: no attention
-    others: Counter[str] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)  # number of softmaxes that never met values, by module
 
     def layer(self, module: str) -> int:
         """Return the position of a module among the attention modules; append a new one."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from semdiag_models import InputError
 
-# names of arguments that are clearly no labels
 _NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|time|step")
 
 
@@ -199,10 +198,8 @@ class TokenMasks:
     """Token masks among a module's arguments."""
 
     given: dict[str, Tensor | None]  # (B, L) bool by argument name, true for a real token
-    # whether the module distinguishes masks for its own tokens from another sequence's, like a decoder
-    definitive: bool = False
-    # whether it got another sequence without that distinction: a mask may belong to that sequence
-    crossing: bool = False
+    definitive: bool = False  # whether the module takes masks for its own tokens and another sequence's
+    crossing: bool = False  # whether it got another sequence otherwise: a mask may belong to that sequence
     two: bool = False  # whether it takes two sequences: a mask may belong to either
     other: bool = False  # whether it got a mask with more axes
 

@@ -1,7 +1,6 @@
 """The keys that a rule keeps in a call of attention, and the blocks of keys that tiles of queries keep."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -266,16 +265,13 @@ class Choice:
         for head in range(0, all_heads, heads):
             for start in range(0, queries, rows):
                 r = slice(start, min(start + rows, queries))
-                keys = self._band(r) if banded else self._seen(r)
+                keys = self._band(r) if banded else self.seen(r)
                 for first in range(0, batch, samples):
                     b = slice(first, min(first + samples, batch))
                     yield Strip(b, slice(head, head + heads), r, keys, banded)
 
-    def widened(self, strip: Strip) -> Strip:
-        """Return a strip with all keys that its queries may see."""
-        return replace(strip, keys=self._seen(strip.queries), banded=False)
-
-    def _seen(self, rows: slice) -> slice:
+    def seen(self, rows: slice) -> slice:
+        """Return the keys among which all are that some queries may see."""
         call, length = self.call, self.call.k.shape[2]
         short = call.causal and self._order is None and call.selected is None
         return slice(0, max(1, min(length, call.first_query + rows.stop)) if short else length)
@@ -283,7 +279,7 @@ class Choice:
     def _band(self, rows: slice) -> slice | Tensor:
         assert self.near is not None
         before, behind = self.near
-        stop = min(self._seen(rows).stop, self.call.first_query + rows.stop + behind)
+        stop = min(self.seen(rows).stop, self.call.first_query + rows.stop + behind)
         start = max(0, min(stop - 1, self.call.first_query + rows.start - before))
         if self.sinks is None or start == 0:
             return slice(start, stop)

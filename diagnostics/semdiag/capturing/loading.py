@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing import paper_code, pretrained
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES
-from semdiag.capturing.batches import whole_number
+from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.capturing.recording import replaced
 from semdiag.capturing.rules import TopK
 from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, weights_sha256
@@ -190,13 +190,10 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
     if not isinstance(budget, dict):
         raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
     try:
-        block = whole_number(budget["block"], "block")
-        return {
-            (str(layer["module"]), whole_number(layer["occurrence"], "occurrence")): TopK(
-                tuple(whole_number(k, "k") for k in layer["k"]), block=block
-            )
-            for layer in budget["layers"]
-        }
+        block, layers = whole_number(budget["block"], "block"), budget["layers"]
+        rules = [TopK(whole_numbers(layer["k"], "k"), block=block) for layer in layers]
+        places = [(str(layer["module"]), whole_number(layer["occurrence"], "occurrence")) for layer in layers]
+        return dict(zip(places, rules, strict=True))
     except (KeyError, TypeError, ValueError):
         raise InputError(
             f"{path}: a budget has a block and layers, each with module, occurrence and k, one number a head."
@@ -206,13 +203,11 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
 OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
 _MODELS = f"Models are .pt files, folders of runs and hf:PATH; {OF_YOUR_OWN}."
 _OTHERS = {
-    ".safetensors": "holds weights without the model they belong to",
+    **dict.fromkeys((".safetensors", ".bin"), "holds weights without the model they belong to"),
     ".ckpt": "is a checkpoint of another program",
-    ".bin": "holds weights without the model they belong to",
     ".onnx": "is an exported graph",
     ".csv": "is a table, not a model",
-    ".npy": "is an array, not a model; inputs go to --inputs",
-    ".npz": "is an array, not a model; inputs go to --inputs",
+    **dict.fromkeys((".npy", ".npz"), "is an array, not a model; inputs go to --inputs"),
     ".txt": "is a text, not a model; inputs go to --inputs",
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products, told
 from semdiag.capturing.kept_keys import Choice, Table, heaviest
-from semdiag.capturing.recording import Inputs, Mixed, outside_all_modes, without_modes
+from semdiag.capturing.recording import Attended, Inputs, outside_all_modes, without_modes
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of
 from semdiag_models import InputError
@@ -75,14 +75,6 @@ def out_of_memory(error: Exception) -> str:
     return str(error).split(". ")[0].strip() + ". Take shorter inputs, fewer at a time, or a smaller dtype."
 
 
-class Attended(NamedTuple):
-    """What queries gather from the keys that a choice keeps."""
-
-    mixed: Mixed
-    number: Tensor  # numbers of kept keys, int32, broadcastable to (B, H, Lq)
-    close: Tensor | None = None  # number of rows whose choice rounding could change; None: it could not
-
-
 def attended(choice: Choice, inputs: Inputs) -> Attended:
     """Return what queries gather from the keys that a choice keeps: by FlexAttention on a GPU, else in strips."""
     while fits_flex(choice, inputs):
@@ -100,7 +92,7 @@ def in_strips(choice: Choice, inputs: Inputs) -> Attended:
     q = inputs[0]
     number = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
-        return Attended(Mixed(_Strips.apply(*inputs, choice, number)), number)
+        return Attended(_Strips.apply(*inputs, choice, number), number)
 
 
 class _Strips(torch.autograd.Function):
@@ -147,7 +139,7 @@ def _weights(choice: Choice, strip: Strip) -> tuple[Strip, Tensor, Tensor]:
     # A query whose own key is hidden may have no near key: then it keeps all.
     some = strip.banded and choice.call.allowed is None
     if strip.banded and not some and not bool(number.all()):
-        return _weights(choice, choice.widened(strip))
+        return _weights(choice, replace(strip, keys=choice.seen(strip.queries), banded=False))
     some = some or told(number.all())
     weights = scores.masked_fill_(~kept, -torch.inf).softmax(-1)
     return strip, weights if some else weights.masked_fill_((number == 0)[..., None], 0), number
@@ -211,7 +203,7 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
         several = q.shape[1] != k.shape[1]
         output = _flex(not FAILED)(q, k, v, modified, blocks, choice.call.scale, several)
     number = number if rows is None or rows.number is None else rows.number
-    return Attended(Mixed(output), number, None if rows is None else rows.close.sum())
+    return Attended(output, number, None if rows is None else rows.close.sum())
 
 
 @cache

@@ -20,10 +20,8 @@ from semdiag_models.reading import counted, open_file, read_json
 
 _LARGEST_HEADER = 16 * 2**20  # bytes, enough for 100,000 tensors
 _FACTOR, _MORE = 3, 10**7  # allowance for tied weights, which count twice, and for heads and poolers
-# types of which each element is a number or a position
-_NUMBERS = {"F64", "F32", "F16", "BF16", "C64", "C128", "I64", "BOOL"}
-# types of packed numbers in weights, or of masks and positions in buffers
-_WHOLE = {"U8", "I16", "U16", "I32", "U32", "U64"}
+_NUMBERS = {"F64", "F32", "F16", "BF16", "C64", "C128", "I64", "BOOL"}  # of each element a number or a position
+_WHOLE = {"U8", "I16", "U16", "I32", "U32", "U64"}  # of packed numbers, or of masks and positions in buffers
 _PACKED = "weight", "blocks", "W_q", "qdata", "qzeros"  # parts of the names of packed weights
 _FEW = 1000  # layers or labels up to which a configuration is never suspicious
 

@@ -217,8 +217,7 @@ def _modes() -> bool:
     module = sys.modules[TorchDispatchMode.__module__]
 
     def state() -> list[object]:
-        flags = [x for name, x in sorted(vars(module).items()) if isinstance(x, bool)]
-        return [*flags, recording.modes_here()]
+        return [*(x for _, x in sorted(vars(module).items()) if isinstance(x, bool)), recording.modes_here()]
 
     before = state()
     modes: tuple[_Kinds | _Names, ...] = (_Kinds(), _Kinds(), _Names(), _Names())

@@ -30,18 +30,19 @@ TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors 
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values with their gradients
 
 
-class Mixed(NamedTuple):
-    """What a mask's own attention returned in place of a fused function's."""
+class Attended(NamedTuple):
+    """What queries gather from the keys that a mask keeps, in place of a fused function's output."""
 
     output: Tensor  # (B, H, Lq, Dv)
+    number: Tensor  # numbers of kept keys, int32, broadcastable to (B, H, Lq)
+    close: Tensor | None = None  # number of rows whose choice rounding could change; None: it could not
 
 
 # From a call that is about to run, and its inputs if its function may be replaced, to its kept keys, bool
 # (B, H, Lq, Lk), or to the output with these keys; None: all keys.
-Mask = Callable[[AttentionCall, Inputs | None], Tensor | Mixed | None]
+Mask = Callable[[AttentionCall, Inputs | None], Tensor | Attended | None]
 Consume = Callable[[AttentionCall], None]
-# recorders of this thread or async task
-_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())
+_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or async task
 
 
 class Watched:
@@ -90,13 +91,12 @@ class Recorder(threading.local):
     """Attributes attention to modules and passes calls to the consumer; running modules are kept per thread."""
 
     def __init__(self, watched: Watched) -> None:  # runs again in each thread
-        self.audit, self.names = watched.audit, watched.names
+        self.audit, self.names, self.constants = watched.audit, watched.names, watched.constants
         self.parameters, self.trained = watched.parameters, watched.trained
-        self.constants = watched.constants
         self.generator = torch.Generator().manual_seed(0)
         self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []
-        self._watched, self.masking = watched, watched.mask is not None  # whether the user put a mask on the model
+        self.watched, self.masking = watched, watched.mask is not None  # whether the user put a mask on the model
         self.forget()
 
     def forget(self) -> None:
@@ -110,12 +110,7 @@ class Recorder(threading.local):
     @property
     def listening(self) -> bool:
         """Whether attention that runs now is recorded."""
-        return bool(self.running) and not self.covered and not self._watched.closed
-
-    @property
-    def closed(self) -> bool:
-        """Whether the watch is over."""
-        return self._watched.closed
+        return bool(self.running) and not self.covered and not self.watched.closed
 
     @property
     def module(self) -> str:
@@ -124,14 +119,14 @@ class Recorder(threading.local):
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in a parameter that the innermost module got for its run (sharding)."""
-        module = self._watched.modules.get(self.module) if self.running else None
+        module = self.watched.modules.get(self.module) if self.running else None
         own = () if module is None else module._parameters.values()
         storages = {p.untyped_storage().data_ptr() for p in own if is_plain(p)}
         return is_plain(tensor) and tensor.untyped_storage().data_ptr() in storages - self.parameters
 
     def outside(self, kind: type[nn.Module]) -> str:
         """Return the name of the innermost running module that is not of this kind."""
-        return next((n for n in reversed(self.running) if not isinstance(self._watched.modules[n], kind)), "")
+        return next((n for n in reversed(self.running) if not isinstance(self.watched.modules[n], kind)), "")
 
     def enter(self, module: nn.Module, inputs: tuple[object, ...] = ()) -> bool:
         """Note the start of a module; return whether it belongs to the model and this watch."""
@@ -139,24 +134,24 @@ class Recorder(threading.local):
         if name is None:
             self.foreign += not self.running
             return False
-        here = [] if self.running else [r for r in _OPEN.get() if id(module) in r.names and not r.closed]
+        here = [] if self.running else [r for r in _OPEN.get() if id(module) in r.names and not r.watched.closed]
         if here and self not in here:  # the call is for another watch, opened here
             return False
         self.foreign = 0
-        if module is self._watched.model or not self.running:  # also resets after an interrupted forward pass
+        if module is self.watched.model or not self.running:  # also resets after an interrupted forward pass
             self.forget()
         self.running.append(name)
         with torch._C.DisableTorchFunction():  # a function mode would see every property access
             self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
-            if module is self._watched.model:
-                self._watched.find_parameters(inputs)
-        self._watched.ran.add(name)
+            if module is self.watched.model:
+                self.watched.find_parameters(inputs)
+        self.watched.ran.add(name)
         return True
 
     def find_edges(self, module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
         """Note a graph's edges among the arguments of the model, by name too."""
         with torch._C.DisableTorchFunction():
-            self._watched.find_parameters((*inputs, *named.values()))
+            self.watched.find_parameters((*inputs, *named.values()))
 
     def leave(self, module: nn.Module) -> bool:
         """Note the end of a module; return whether it belongs to the model and had started."""
@@ -168,9 +163,9 @@ class Recorder(threading.local):
             self.shapes.pop()
         self.shapes.pop()
         if not self.running:
-            with self._watched.lock:
+            with self.watched.lock:
                 for called, number in self._calls.items():
-                    if self._watched.numbers.setdefault(called, number) != number:
+                    if self.watched.numbers.setdefault(called, number) != number:
                         self.remark(NUMBERS_DIFFER, called)
         return True
 
@@ -178,31 +173,31 @@ class Recorder(threading.local):
     def opened(self) -> Iterator[None]:
         """Record what this thread or task runs in the context, and what threads without their own watch run."""
         with undone(self._close):
-            _OPEN.set((*(other for other in _OPEN.get() if not other.closed), self))
+            _OPEN.set((*(other for other in _OPEN.get() if not other.watched.closed), self))
             yield
 
     def _close(self) -> None:
         """Stop recording, also in wrappers that outlive the watch; note which blocks had no attention."""
         _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))
-        if self.closed:
+        if self.watched.closed:
             return
-        self._watched.closed = True
-        ran = self._watched.ran
+        self.watched.closed = True
+        ran = self.watched.ran
         known = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
         if "" in ran and not known:
             self.remark("no softmax attention was seen while the model ran", "")
-        for name, text in bare_blocks(self._watched.model, ran, known):
+        for name, text in bare_blocks(self.watched.model, ran, known):
             self.remark(text, name)
 
     def handed_on(self) -> Callable[[], bool] | None:
         """Return a function with which another thread takes over the running modules; None if nothing runs."""
-        if not self.running or self.closed:
+        if not self.running or self.watched.closed:
             return None
         self.shared, running, shapes = True, [*self.running], [*self.shapes]
         state = {name: getattr(self, name) for name in ("shared", "covered", "heads", "_calls", "_mask_calls")}
 
         def go_on() -> bool:
-            if self.running or self.closed:
+            if self.running or self.watched.closed:
                 return False
             vars(self).update(state, running=[*running], shapes=[*shapes])
             return True
@@ -224,29 +219,29 @@ class Recorder(threading.local):
         if reason := _unusable(call):
             self.skip(call.mechanism, reason, module)
             return
-        with self._watched.lock, outside_all_modes(call.q.device.type):
+        with self.watched.lock, outside_all_modes(call.q.device.type):
             call = self._placed(call, module, self._calls)
             self.audit.captured[Captured(module, call.mechanism)] += 1
-            first = module not in self._watched.numbers and not call.occurrence
+            first = module not in self.watched.numbers and not call.occurrence
             self.audit.remarks.update(remarks(call, self.shapes, first))
             try:
-                self._watched.consume(call)
+                self.watched.consume(call)
             except BaseException as error:
-                self._watched.failure = error
+                self.watched.failure = error
                 raise
 
     def kept(self, call: AttentionCall) -> Tensor | None:
         """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all."""
         kept = self.masked(call, None)
-        assert not isinstance(kept, Mixed)
+        assert not isinstance(kept, Attended)
         return kept
 
-    def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | Mixed | None:
+    def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | Attended | None:
         """Return the keys that the mask keeps, or the output with them where the function may be replaced."""
-        if self._watched.mask is None or _unusable(call):  # unusable calls are noted after they have run
+        if self.watched.mask is None or _unusable(call):  # unusable calls are noted after they have run
             return None
         module = call.module or self.module
-        return self._watched.mask(self._placed(call, module, self._mask_calls), inputs)
+        return self.watched.mask(self._placed(call, module, self._mask_calls), inputs)
 
     def _placed(self, call: AttentionCall, module: str, calls: Counter[str]) -> AttentionCall:
         """Return a call with its place, and count it; keys of width 0 become zeros of width 1."""
@@ -261,7 +256,7 @@ class Recorder(threading.local):
 
     def skip(self, operation: str, reason: str, module: str | None = None) -> None:
         """Note an operation that looks like attention and is not captured."""
-        with self._watched.lock:
+        with self.watched.lock:
             self.audit.skipped[Skipped(self.module if module is None else module, operation, reason)] += 1
 
     @contextmanager
@@ -270,14 +265,15 @@ class Recorder(threading.local):
         try:
             yield
         except Exception as error:
-            if error is self._watched.failure:
+            if error is self.watched.failure:
                 raise
             self.skip(operation, failure(error), module)
 
 
 def runs_masked(model: nn.Module) -> bool:
     """Return whether this thread or task runs the model's modules with a mask, which copies would lack."""
-    return any(r.masking and not r.closed and any(id(m) in r.names for m in model.modules()) for r in _OPEN.get())
+    masking = (r for r in _OPEN.get() if r.masking and not r.watched.closed)
+    return any(id(module) in r.names for r in masking for module in model.modules())
 
 
 @contextmanager

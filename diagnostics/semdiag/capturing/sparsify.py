@@ -25,7 +25,7 @@ from semdiag.capturing.masked_attention import as_computed, attended, out_of_mem
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
-from semdiag.capturing.recording import Inputs, Mixed, is_followed, outside_all_modes, undone
+from semdiag.capturing.recording import Attended, Inputs, is_followed, outside_all_modes, undone
 from semdiag.capturing.rules import Keep, RandomK, SkipTiles, TopK, TopP, Window, check_keep, rule_for
 from semdiag_models import InputError
 
@@ -47,8 +47,7 @@ class _Counts(NamedTuple):
 class Masked:
     """What :func:`sparsify` did; it fills while the model runs."""
 
-    # what was seen, including what looks like attention and was not masked
-    audit: Audit = field(default_factory=Audit)
+    audit: Audit = field(default_factory=Audit)  # what was seen, also what looks like attention and was not masked
     _real: list[tuple[int, Tensor]] = field(default_factory=list)  # numbers of queries, and whether all are real
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
     _last: tuple[Tensor, _Counts] | None = None
@@ -184,7 +183,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     masked, own, padding, choices = Masked(), threading.get_ident(), Padding(model), SharedChoices(keep)
     parts = {id(module): name for name, module in model.named_modules()}
 
-    def mask(call: AttentionCall, inputs: Inputs | None) -> Tensor | Mixed | None:
+    def mask(call: AttentionCall, inputs: Inputs | None) -> Tensor | Attended | None:
         if checkpointed():
             raise InputError(
                 f"{call.module} runs under activation checkpointing, which would run it again in the backward "
@@ -205,11 +204,12 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             call, inputs = as_computed(call, inputs)
         with outside_all_modes(call.q.device.type):
             choice, keys = choices.choice(rule_for(keep, call), call), number_of_keys(call)
-        output: Tensor | Mixed | None = None
+        output: Tensor | Attended | None = None
         number: Tensor | None = None
         if inputs is not None and reason is None and not choice.whole:
-            output, number, close = attended(choice, inputs)
-            masked._close += [] if close is None else [close]
+            output = attended(choice, inputs)
+            number = output.number
+            masked._close += [] if output.close is None else [output.close]
         elif not choice.whole:
             if reason is not None:
                 masked.audit.remarks[Remark(call.module, f"its mask is a tensor of queries × keys: {reason}")] += 1

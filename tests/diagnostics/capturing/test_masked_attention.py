@@ -122,10 +122,10 @@ def test_outputs_and_gradients_of_strips_are_those_of_dense_float64(monkeypatch,
     exact = [x.detach().double().requires_grad_() for x in own]
     expected = dense(call, kept, *exact)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
-    slopes = torch.autograd.grad((found.mixed.output * direction).sum(), own)
+    slopes = torch.autograd.grad((found.output * direction).sum(), own)
     exact_slopes = torch.autograd.grad((expected * direction).sum(), exact)
     assert torch.equal(found.number.expand(kept.shape[:3]), kept.sum(-1).int())
-    assert off(found.mixed.output, expected) < 1e-5  # float32: some 40 terms, each to 6e-8
+    assert off(found.output, expected) < 1e-5  # float32: some 40 terms, each to 6e-8
     for mine, theirs in zip(slopes, exact_slopes, strict=True):
         assert off(mine, theirs) < 2e-5
 
@@ -166,10 +166,10 @@ def test_what_flex_attention_is_given_keeps_the_same_keys(monkeypatch, rule, kin
     own = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
     found, strips = flexible(Choice(rule, call), tuple(own)), in_strips(Choice(rule, call), tuple(own))
     assert torch.equal(found.number.expand(strips.number.shape), strips.number)
-    torch.testing.assert_close(found.mixed.output, strips.mixed.output, atol=2e-6, rtol=0)
+    torch.testing.assert_close(found.output, strips.output, atol=2e-6, rtol=0)
     direction = torch.randn(call.q.shape, generator=torch.Generator().manual_seed(2))
     for mine, theirs in zip(
-        *(torch.autograd.grad((x.mixed.output * direction).sum(), own) for x in (found, strips)), strict=True
+        *(torch.autograd.grad((x.output * direction).sum(), own) for x in (found, strips)), strict=True
     ):
         assert off(mine, theirs.double()) < 1e-5
 
@@ -201,10 +201,10 @@ def test_layers_that_reuse_a_choice_keep_its_keys(monkeypatch):
     for call in (first, second):
         inputs, choice = (call.q, call.k, call.v), choices.choice(rule, call)
         exact = dense(call, kept, *(x.double() for x in inputs))
-        assert off(in_strips(choice, inputs).mixed.output, exact) < 1e-5
+        assert off(in_strips(choice, inputs).output, exact) < 1e-5
         assert choice.by_table is (call is second)
         if choice.by_table:
-            assert off(flexible(choice, inputs).mixed.output, exact) < 1e-5
+            assert off(flexible(choice, inputs).output, exact) < 1e-5
 
 
 @pytest.mark.parametrize("rule", [TopK(3, shared="group"), TopK(3, shared="layer"), RandomK(4)], ids=repr)
@@ -230,7 +230,7 @@ def test_torchs_own_flex_attention_gives_what_strips_give(monkeypatch, rule):
     inputs = call.q, call.k, call.v
     found, strips = (attend(Choice(rule, call), inputs) for attend in (flexible, in_strips))
     assert torch.equal(found.number.expand(strips.number.shape), strips.number)
-    torch.testing.assert_close(found.mixed.output, strips.mixed.output, atol=2e-6, rtol=0)
+    torch.testing.assert_close(found.output, strips.output, atol=2e-6, rtol=0)
 
 
 # --------------------------------------------------------------------------------------------- in a model
@@ -341,7 +341,7 @@ q = torch.randn(1, 8, 4096, 16, requires_grad=True)
 call = AttentionCall("", 0, q.detach(), q.detach(), q.detach(), 0.3, None, None, None, q.detach(), causal=True)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for rule in (TopK(32), Window(64, sinks=4)):
-    in_strips(Choice(rule, call), (q, q, q)).mixed.output.sum().backward()
+    in_strips(Choice(rule, call), (q, q, q)).output.sum().backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

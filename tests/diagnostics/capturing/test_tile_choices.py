@@ -132,7 +132,7 @@ def test_tiles_keep_what_loops_over_texts_tiles_and_blocks_keep(monkeypatch, kin
         counted = expected.any(-1)
         assert torch.equal(kept & allowed & counted[..., None], expected)
     if kind not in ("sinks",):  # and the attention over them is that of a dense softmax
-        mixed = in_strips(Choice(rule, call), (call.q, call.k, call.v)).mixed.output
+        mixed = in_strips(Choice(rule, call), (call.q, call.k, call.v)).output
         weights = call.scores(torch.float64).masked_fill(~expected, -torch.inf).softmax(-1).nan_to_num(0)
         dense = weights @ call.v.repeat_interleave(2, 1)
         assert torch.allclose(mixed.where(counted[..., None], 0), dense.where(counted[..., None], 0), atol=1e-12)

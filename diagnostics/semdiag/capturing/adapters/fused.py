@@ -26,8 +26,7 @@ class CachedKeys(NamedTuple):
     keys: int  # number of keys, the first ones of the call
     new: int  # number of tokens that the call added
     before: int | None  # number of tokens before the first key, which the cache has dropped
-    # number of keys after the last token's, which are no tokens yet; 0 if the cache does not tell its length
-    room: int
+    room: int  # number of keys after the last token's, which are no tokens yet; 0 if unknown
 
 
 class _Last(threading.local):
@@ -42,10 +41,8 @@ _LAST = _Last()
 @contextlib.contextmanager
 def watched_caches() -> Iterator[None]:
     """Record, in the context, the number of tokens before the first key whenever a cache returns keys."""
-    if hasattr(_cache(), "update"):
-        with undone(forget_last), _PATCHED.held():
-            yield
-    else:  # transformers is not imported
+    imported = hasattr(_cache(), "update")
+    with undone(forget_last), _PATCHED.held() if imported else contextlib.nullcontext():
         yield
 
 
@@ -148,7 +145,7 @@ OPTIONS = ("attention_mask", "dropout", "scaling", "sliding_window", "softcap", 
 
 
 class NotFollowedError(Exception):
-    """Raised for an unsupported form of the kernels' arguments, which the message names."""
+    """Raised for attention that cannot be described; the message gives the reason."""
 
 
 def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
@@ -170,7 +167,12 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     q_length, k_length = q.shape[2], k.shape[2]
     rule = causal and k_length >= q_length
     if mask is not None:
-        allowed, queries, by_rule = _masked(mask, q_length, k_length, causal, window)
+        simple = q_length == k_length and window is None
+        queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
+        real = mask.new_ones(len(mask), 1) if queries is None else queries
+        numbers = real.long() * 0, mask.long() * 0
+        allowed = mask[:, None, None] if simple else _seen((real, mask), numbers, causal, window)
+        by_rule = causal and simple
     elif (sequences := _sequences(options, q, k)) is not None or window is not None or rule != causal:
         one = torch.zeros(len(q), max(q_length, k_length), dtype=torch.long, device=q.device)
         numbers = sequences or (one[:, :q_length], one[:, :k_length])
@@ -186,17 +188,6 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         first_query=max(0, k_length - q_length) if causal else 0,
         keys_before=(before if causal else 0) or 0,
     )
-
-
-def _masked(
-    mask: Tensor, q_length: int, k_length: int, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Return queries and keys under a mask (B, Lk) of real tokens."""
-    if q_length == k_length and window is None:
-        return mask[:, None, None], mask, causal
-    queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
-    real = mask.new_ones(len(mask), 1) if queries is None else queries
-    return _seen((real, mask), (real.long() * 0, mask.long() * 0), causal, window), queries, False
 
 
 def _sequences(options: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -97,7 +97,7 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
         options = dict(zip(_NAMES, args, strict=False)) | kwargs
         given = InterfaceCall(name, module, implementation, query, key, value, options)
         full: AttentionCall | None = None
-        kept: Tensor | recording.Mixed | None = None
+        kept: Tensor | recording.Attended | None = None
         old = options.get("attention_mask")
         plain = recording.is_plain(query) and (old is None or (isinstance(old, Tensor) and old.ndim == 4))
         if recorder.masking and implementation in ("eager", "sdpa") and plain and _sinks_known(given):
@@ -110,7 +110,7 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
             if isinstance(kept, Tensor):
                 given = replace(given, options=options | _masked(given, kept))
             args, kwargs = (), given.options
-        if isinstance(kept, recording.Mixed):
+        if isinstance(kept, recording.Attended):
             output: tuple[Tensor, Tensor | None] = kept.output.transpose(1, 2).contiguous(), None
             kept = None  # who watches the masked model from outside gets a mask: the function is another then
         else:

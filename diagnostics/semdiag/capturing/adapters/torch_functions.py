@@ -78,17 +78,15 @@ class FunctionWatch(TorchFunctionMode):
 
     def _scaled_dot_product_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given = dict(zip(SDPA, args, strict=False)) | kwargs
-        masked: dict[str, Any] | recording.Mixed = {}
+        mixed: Tensor | None = None
         if self.recorder.masking and all(recording.is_plain(given[name]) for name in SDPA[:3]):
             others = (mode for mode in recording.modes_here() if mode not in (self, self._below))
             watched = any(isinstance(mode, FunctionWatch | OperationWatch) for mode in others)
-            masked = _masked(self.recorder, given, replaceable=not watched)
-            given |= {} if isinstance(masked, recording.Mixed) else masked
+            changes, mixed = _masked(self.recorder, given, replaceable=not watched)
+            given |= changes
             args = tuple(given[name] for name in SDPA[:3])
             kwargs = {name: value for name, value in given.items() if name not in SDPA[:3]}
-        if isinstance(masked, recording.Mixed):
-            mixed = masked.output
-        else:
+        if mixed is None:
             with self.recorder.covering():
                 mixed = func(*args, **kwargs)
         if not recording.is_plain(mixed):
@@ -141,8 +139,8 @@ def _not_overridden(func: FunctionType) -> FunctionType:
 
 def _masked(
     recorder: recording.Recorder, given: dict[str, Any], replaceable: bool
-) -> dict[str, Any] | recording.Mixed:
-    """Return the arguments that change under the recorder's mask, or the output where it replaces the function."""
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the arguments that change under the recorder's mask, and the output if it replaces the function."""
     q, k, v = (given[name] for name in SDPA[:3])
     shared = ((*x.shape[:-3], 1) if given.get("enable_gqa") else x.shape[:-2] for x in (k, v))
     lead: torch.Size = torch.broadcast_shapes(q.shape[:-2], *shared)  # type: ignore[no-untyped-call]
@@ -152,13 +150,13 @@ def _masked(
     replaceable = replaceable and q.shape[:2] == call.q.shape[:2] and k.shape[:2] == call.k.shape[:2]
     replaceable = replaceable and not (mask is not None and mask.requires_grad)
     kept = recorder.masked(call, (q, k, v) if replaceable else None)
-    if kept is None or isinstance(kept, recording.Mixed):
-        return {} if kept is None else kept
+    if kept is None or isinstance(kept, recording.Attended):
+        return {}, None if kept is None else kept.output
     kept = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:])
     kept = kept.permute(*(order.index(d) for d in range(len(order))), -2, -1)
     if recording.is_plain(mask):  # else a causal rule already limits the kept keys
         kept = kept & mask if mask.dtype == torch.bool else mask.expand(kept.shape).masked_fill(~kept, -math.inf)
-    return {"attn_mask": kept, "is_causal": False}
+    return {"attn_mask": kept, "is_causal": False}, None
 
 
 CORE_MECHANISM = "hook"
@@ -169,14 +167,13 @@ def hooked_alone(model: nn.Module) -> bool:
     """Return whether a model is an unchanged encoder of semdiag_models, so that hooks see all its attention."""
     return type(model) is Encoder and all(
         type(part) in _PARTS
-        and all(map(_own, (*part._forward_hooks.values(), *part._forward_pre_hooks.values())))
+        and all(
+            getattr(hook, "__module__", "").startswith("semdiag.")
+            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        )
         and not any(callable(getattr(type(part), name, None)) for name in vars(part))
         for part in model.modules()
     )
-
-
-def _own(hook: Callable[..., object]) -> bool:
-    return getattr(hook, "__module__", "").startswith("semdiag.")
 
 
 def core_call(name: str, core: AttentionCore, inputs: Args, mixed: Tensor) -> AttentionCall:

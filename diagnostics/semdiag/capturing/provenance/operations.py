@@ -20,12 +20,10 @@ from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS
 from semdiag.capturing.provenance.tags import Tags, tensors
 from semdiag.capturing.recording import NOTHING, Recorder, in_backward, is_plain, outside_all_modes, take_off
 
-MODES_SUPPORTED = hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
 MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under dispatch modes
-# their kernels only call a body, under no mode
-_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")
+_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")  # these only call a body, under no mode
 _HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_attention", "flex_attention_backward")
 
 
@@ -61,8 +59,9 @@ def run_as_written(
 
 
 def register_mode(operator: HigherOrderOperator, mode: type[dispatch.TorchDispatchMode]) -> None:
-    """Make a higher-order operator dispatch to a mode, for torch versions that do not ask the mode."""
-    if not MODES_SUPPORTED and mode not in operator.python_key_table:
+    """Make a higher-order operator dispatch to a mode, for torch before 2.9, which does not ask the mode."""
+    asked = hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")
+    if not asked and mode not in operator.python_key_table:
 
         def rule(own: dispatch.TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
             return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
@@ -317,14 +316,11 @@ class OperationWatch(dispatch.TorchDispatchMode):
 
     def _may_hide(self, func: HigherOrderOperator, arguments: Any) -> bool:
         """Return whether a higher-order operator whose bodies were not seen may compute attention."""
-        leaves = tree_leaves(arguments)
-        operators = [x for x in leaves if isinstance(x, OpOverload)]
-        harmless = bool(operators) and {plan_of(x).kind for x in operators}.isdisjoint(
-            ("fused", "softmax", "foreign")
-        )
+        leaves, recorder = tree_leaves(arguments), self.recorder
+        kinds = {plan_of(x).kind for x in leaves if isinstance(x, OpOverload)}
+        known = bool(kinds) and kinds.isdisjoint(("fused", "softmax", "foreign"))
         floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
-        harmless = harmless or func.__name__ in _HARMLESS or self.recorder.foreign > 0
-        return not harmless and not all(map(self.tags.fixed, floats))
+        return not (known or func.__name__ in _HARMLESS or recorder.foreign or all(map(self.tags.fixed, floats)))
 
     def _run_kernel(self, func: Any, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:
         """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
@@ -421,9 +417,5 @@ class OperationWatch(dispatch.TorchDispatchMode):
         """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""
         if name in _SPARSE or name in SOFTMAXES:
             self.recorder.skip("softmax", "of a sparse or oneDNN tensor: only dense ones are followed")
-            return
-        for tensor in given:
-            scores, weights = self.tags.of(tensor)
-            if weights is not None or (scores is not None and not any(scores.fixed)):
-                self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")
-                return
+        elif any(w is not None or (s is not None and not any(s.fixed)) for s, w in map(self.tags.of, given)):
+            self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from semdiag.capturing.adapters.fused import NotFollowedError
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, four_axes
 from semdiag.capturing.provenance.score_history import ScoreHistory, lowest, scores_alone
 from semdiag.capturing.provenance.softmaxes import MECHANISM, Softmaxes, find_axis
@@ -93,11 +94,9 @@ class Products:
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
-            if scores is None or any(scores.fixed) or scores.constant:
+            if scores is None or any(scores.fixed) or scores.constant or not scores.sides(axis):
                 continue
-            if self._is_weight(other) or self._tags.constant(other):
-                continue
-            if scores.sides(axis):
+            if not (self._is_weight(other) or self._tags.constant(other)):
                 self._softmaxes.without[made.number] = name, self._recorder.module
 
     def _is_weight(self, tensor: Tensor) -> bool:
@@ -169,7 +168,7 @@ class Products:
         try:
             with outside_all_modes(result.device.type):
                 call, remark = self._described(tag, axis, weights.detach(), other.detach(), result.detach(), left)
-        except _UnfollowedError as error:
+        except NotFollowedError as error:
             tag.softmax.refuse(str(error))
             return None
         self._softmaxes.release(tag.softmax)
@@ -190,17 +189,17 @@ class Products:
             v, mixed, weights = v.mT, mixed.mT, weights.mT
         pieces = (*batch, *rows)
         if any(p.origin != softmax.number or p.step == 0 or p.axis == key for p in pieces):
-            raise _UnfollowedError("its weights were spread over other axes before they met values")
+            raise NotFollowedError("its weights were spread over other axes before they met values")
         for axis, size in enumerate(scores.shape):
             if axis != key and math.prod(p.size for p in pieces if p.axis == axis) != size:
-                raise _UnfollowedError("only some of its rows met values in one product")
+                raise NotFollowedError("only some of its rows met values in one product")
         history = None
         if softmax.history is not None and softmax.history[1]() and not in_transform(softmax.history[0].q):
             history = softmax.history[0]  # still valid, and not from a transform (torch.func.grad)
         q, product = None if history is None else history.q, None if softmax.tag is None else softmax.tag.axes
         roles, remark = read_axes(scores.shape, key, {p.axis for p in rows}, self._recorder.shapes, q, product)
         if any(p.axis == roles.query for p in batch):
-            raise _UnfollowedError("its queries are spread over two axes of one product")
+            raise NotFollowedError("its queries are spread over two axes of one product")
         order = [*roles.lead] if roles.query is None else [*roles.lead, roles.query]
         s = scores.permute(*order, key)
         s = s.unsqueeze(-2) if roles.query is None else s
@@ -212,7 +211,7 @@ class Products:
             if weights.shape[-1] == s.shape[-1] - 1:
                 return _with_sink(weights, s, v, mixed, heads, tag.dropout), remark
             if not _are_of(weights, s, tag.dropout):
-                raise _UnfollowedError("its weights were changed between the softmax and the values")
+                raise NotFollowedError("its weights were changed between the softmax and the values")
         usual = history is not None and order == [*range(key)] and roles.query is not None
         history = history.split(s) if history is not None and usual else None
         if history is None or not _agrees(history, s, self._recorder.generator):
@@ -220,10 +219,6 @@ class Products:
         elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
             v = v[:, :, :1]
         return history.call(v, mixed, heads, s), remark
-
-
-class _UnfollowedError(Exception):
-    """Raised for attention that cannot be described; the message gives the reason."""
 
 
 def _rows_in(x: Tensor, pieces: Sequence[AxisPiece], order: Sequence[int], shape: torch.Size) -> Tensor:
@@ -275,12 +270,12 @@ def _with_sink(
     ends = (slice(None, -1), slice(-1, None)), (slice(1, None), slice(0, 1))
     keys, rest = next((end for end in ends if _are_of(weights, s, dropout, end[0])), (None, None))
     if keys is None or rest is None:
-        raise _UnfollowedError("its values meet only a part of its weights")
+        raise NotFollowedError("its values meet only a part of its weights")
     history = scores_alone(s, v.shape[:-1])
     s = s.to(torch.promote_types(s.dtype, torch.float32))
     sink, bias, allowed = s[..., rest], s[..., keys], history.allowed
     if not bool((sink.isfinite() & (bias.amax(-1, keepdim=True) - sink < _REACH)).all()):
-        raise _UnfollowedError("the column that meets no value is masked in some rows")
+        raise NotFollowedError("the column that meets no value is masked in some rows")
     by_head = four_axes(sink, heads)[:1, :, :1]
     if not bool((four_axes(sink, heads) == by_head).all()):  # rows were shifted: shift each to a sink of 0
         bias, by_head = bias - sink, torch.zeros_like(by_head)

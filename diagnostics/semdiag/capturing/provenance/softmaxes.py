@@ -100,9 +100,9 @@ class Softmaxes:
             storage = address(tensor)
             constant = all(map(self._tags.constant, given))
             # It may only update parameters: from others, or as a step of an optimiser between passes.
-            step = not self._recorder.running and is_plain(tensor)
-            step = step and tensor.untyped_storage().data_ptr() in self._recorder.trained
-            fixed = is_plain(tensor) and (step or all(map(self._tags.fixed, given)))
+            idle, trained = not self._recorder.running, self._recorder.trained
+            step = is_plain(tensor) and idle and tensor.untyped_storage().data_ptr() in trained
+            fixed = step or (is_plain(tensor) and all(map(self._tags.fixed, given)))
             known = self._tags.written(tensor, noise, fixed, constant)
             for softmax in self._open:
                 if not softmax.done and address(softmax.scores) == storage:

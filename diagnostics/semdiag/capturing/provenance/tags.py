@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -237,8 +238,7 @@ class Softmax:
     masked: bool = False  # whether its input got a mask as if it were attention
     reason: str | None = None  # reason why it is not captured although it met values; None otherwise
     done: bool = False  # whether it is captured
-    # factor on its input: the logarithm of the base, where it is written out with a base other than e
-    unit: float = 1.0
+    unit: float = 1.0  # factor on its input: the logarithm of the base, where it is written out
 
     @property
     def of_a_product(self) -> bool:
@@ -314,12 +314,7 @@ class Tags:
         self._limit = 256
         self._writes: Counter[int] = Counter()
         self._moving: set[int] = set()  # storages of parameters and buffers that hold something else now
-        self._numbers = 0
-
-    def number(self) -> int:
-        """Return a new number for a product or a softmax."""
-        self._numbers += 1
-        return self._numbers
+        self.number = count(1).__next__  # returns a new number for a product or a softmax
 
     def of(self, tensor: Tensor) -> tuple[Scores | None, Weights | None]:
         """Return the tags of a tensor: as scores, and as weights."""
