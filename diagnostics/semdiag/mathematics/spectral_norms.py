@@ -94,7 +94,8 @@ def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
     for step in range(iterations):
         size = torch.linalg.matrix_norm(gram)
         log_norm = log_norm + size.log() / 2**step
-        gram = gram / torch.where(size > 0, size, 1.0)[..., None, None]
+        scale = torch.where(size > 0, size, 1.0)[..., None, None]
+        gram = gram.div_(scale) if step else gram / scale  # new memory takes as long as the product
         gram = gram @ gram.mT
     remainder: Tensor = torch.linalg.matrix_norm(gram)
     return (log_norm + remainder.log() / 2.0**iterations).exp()

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.measure import Conditions
-from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.measurements import Measurements, write_sums
 from semdiag.measuring.probe import optional_tables
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import TABLES, column_types
@@ -81,6 +81,22 @@ def test_files_added_to_saved_ones_or_taken_away_are_refused_and_older_folders_l
         save_without_sums(measured, tmp_path)
         assert len(Measurements.load(tmp_path).queries) == len(measured.queries)
         measured.save(tmp_path)
+
+
+def test_a_table_of_another_version_stays_unread_and_is_checked_all_the_same(measured, tmp_path):
+    measured.save(tmp_path / "kept")
+    other = tmp_path / "kept" / "projections.parquet"
+    other.write_bytes(b"a table that this version does not know")
+    recorded = [file.name for file in other.parent.iterdir() if file.name != "SHA256SUMS"]
+    write_sums(other.parent, recorded)
+    assert len(Measurements.load(other.parent).queries) == len(measured.queries)
+    other.write_bytes(b"changed")
+    with pytest.raises(InputError, match=r"projections\.parquet differs from what"):
+        Measurements.load(other.parent)
+    (tmp_path / "outside").touch()
+    write_sums(other.parent, [*recorded, "../outside"])
+    with pytest.raises(InputError, match="outside differs from what"):  # no file elsewhere is opened
+        Measurements.load(other.parent)
 
 
 def test_saving_twice_keeps_the_later(measured, made_up, tmp_path):
