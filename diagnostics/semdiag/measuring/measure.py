@@ -144,9 +144,10 @@ def measure(
             for consumer in consumers:
                 consumer.start(batching.samples_of(batch))
             _check_real(real, collected.samples, 0)  # more may follow
-            logits = run(batch)
-            if logits is not None:  # an external model's output is unknown
-                answers.append(predicted_classes(logits).cpu())
+            output = run(batch)
+            if not loaded.external:  # of another model's output nothing is known
+                answers.append(predicted_classes(output).cpu())
+            del output  # it may be large
             after_batch(batching.samples_of(batch))
     collected.arrivals.settle()
     _check_samples(collected.samples, labels)
