@@ -147,6 +147,7 @@ def measure(
             output = run(batch)
             if not loaded.external:  # the output of another model is unknown
                 answers.append(predicted_classes(output).cpu())
+            del output  # it may be large
             after_batch(batching.samples_of(batch))
     collected.arrivals.settle()
     _check_samples(collected.samples, labels)

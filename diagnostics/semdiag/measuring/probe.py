@@ -129,11 +129,9 @@ class Probe:
 
 def plan_of(kind: type[P], plan: P | None) -> P:
     """Return the plan of a probe, or its default plan for None."""
-    if plan is None:
-        return kind()
-    if not isinstance(plan, kind):
+    if plan is not None and not isinstance(plan, kind):
         raise InputError(f"The plan must be a {kind.__name__}. Got {plan!r}.")
-    return plan
+    return kind() if plan is None else plan
 
 
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
@@ -150,11 +148,8 @@ def percentiles(values: ArrayLike) -> dict[str, float | int]:
 def summaries(values: Tensor, sizes: Tensor | None = None) -> Tensor:
     """Return the COLUMNS of each row of (rows, n), float64, of which the first ``sizes`` count; None: all."""
     rows, length = values.shape
-    finite = values.isfinite()
-    if sizes is None:
-        sizes = torch.full((rows,), length, device=values.device)
-    else:
-        finite &= torch.arange(length, device=values.device) < sizes[:, None]
+    sizes = torch.full((rows,), length, device=values.device) if sizes is None else sizes
+    finite = values.isfinite() & (torch.arange(length, device=values.device) < sizes[:, None])
     known = finite.sum(1)
     ordered = values.where(finite, math.inf) if length else values.new_full((rows, 1), math.inf)
     if values.device.type == "cpu":  # many times faster there

@@ -420,13 +420,12 @@ def kernel_rows(
     q, k = _padded(q, tiles * tile.rows), _padded(scores.k, blocks * tile.keys)
     allowed = part_of(scores.allowed, _ALL, _ALL)
     allowed = None if allowed is None else allowed.view(torch.uint8)
-    bias = None if scores.bias is None else part_of(scores.bias, _ALL, _ALL)
+    bias = part_of(scores.bias, _ALL, _ALL)
     (masked, a), (biased, p) = _kind(allowed), _kind(bias)
     nothing = q.new_empty(1)
     spans, s = nothing, (0, 0)
-    few = allowed is not None and allowed.shape[0] * allowed.shape[1] <= _GRID
-    if allowed is not None and few and masked == 2 and scores.places is None:
-        of_batch, of_heads = allowed.shape[:2]
+    of_batch, of_heads = (0, 0) if allowed is None else allowed.shape[:2]
+    if allowed is not None and of_batch * of_heads <= _GRID and masked == 2 and scores.places is None:
         spans = torch.empty(of_batch, of_heads, tiles, 2, dtype=torch.int32, device=device)
         s = of_heads * tiles * (of_batch > 1), tiles * (of_heads > 1)
         _mask_spans[(tiles, of_batch * of_heads)](

@@ -64,10 +64,9 @@ class Calls:
         if not self._reduced:
             return "Calls: none captured yet (run the model inside the context)"
         samples, heads, _ = self._reduced[0].queries.shape
-        layers = counted(len(self._layers), "layer")
-        of_first = f"{counted(samples, 'sample')} and {counted(heads, 'head')}"
-        counts = f"{counted(len(self), 'call')} of {layers}, {of_first} in the first"
-        return f"Calls: {counts}; k up to {self._k}. Tables: dispersion(), separation(), loads(), …"
+        counts = f"{counted(len(self), 'call')} of {counted(len(self._layers), 'layer')}"
+        of_first = f"{counted(samples, 'sample')} and {counted(heads, 'head')} in the first"
+        return f"Calls: {counts}, {of_first}; k up to {self._k}. Tables: dispersion(), separation(), loads(), …"
 
     def dispersion(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
         """Return the semantic dispersion δ of every query: the range of the scores that it attends to, in nats.
@@ -238,8 +237,7 @@ class Calls:
     @torch.no_grad()
     def _add(self, call: AttentionCall, padding: Padding, samples: int) -> None:
         call = padding.marked(call, self._audit)
-        problem = folded(call.q.shape[0], samples)
-        if problem is not None:
+        if (problem := folded(call.q.shape[0], samples)) is not None:
             self._audit.remarks[Remark(call.module, f"{problem}: each row counts as a sample")] += 1
         remark_path(call, self._audit)
         rows = counted_rows(call, self._k, self._draws.places(call), received=True)

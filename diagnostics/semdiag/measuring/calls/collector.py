@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from semdiag.capturing.attention_call import joint_kind, mask_kind
 from semdiag.capturing.attention_calls import AttentionCall
@@ -238,10 +239,8 @@ class QueryDraws:
             positions, rng = np.flatnonzero(real_row), np.random.default_rng([self.seed, *place, row])
             indices = draw_queries(len(positions), heads, self.count, self._longest, rng)
             drawn.append(np.where(indices >= 0, positions[indices], -1) if len(positions) else indices)
-        places = np.full((batch, heads, max(columns.shape[1] for columns in drawn)), -1)
-        for row, columns in enumerate(drawn):
-            places[row, :, : columns.shape[1]] = columns
-        return torch.from_numpy(places).to(call.q.device)
+        padded = pad_sequence([torch.from_numpy(columns.T) for columns in drawn], True, -1)  # (B, most, H)
+        return padded.mT.contiguous().to(call.q.device)
 
 
 class KeptScores:
@@ -318,16 +317,14 @@ def folded(rows: int, samples: int) -> str | None:
 
 def counted_as(rows: int, samples: int) -> str:
     """Return the sample as which the rows of such a batch axis count: the second half of a sentence."""
-    several = _rows_per_sample(rows, samples)
-    if several == 1:
+    if (several := _rows_per_sample(rows, samples)) == 1:
         return "each row counts as a sample"
     return f"the first {several} count as sample 0, and so on, which mixes samples if heads come before them"
 
 
 def check_rows(call: AttentionCall, samples: int) -> None:
     """Refuse a call whose rows cannot be assigned to samples."""
-    problem = folded(call.q.shape[0], samples)
-    if problem is not None:
+    if (problem := folded(call.q.shape[0], samples)) is not None:
         raise NotAvailableError(
             f"the attention of {call.module or 'the model'} does not keep the samples apart: {problem}, in an "
             "unknown order; queries with four axes (batch, heads, length, width) would tell"

@@ -103,8 +103,7 @@ def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) ->
 
 def remark_path(call: AttentionCall, audit: Audit) -> None:
     """Remark why a call on a GPU is reduced without the kernels that are made for it."""
-    problem = kernels.refusal(call.q, call.selected) if call.q.device.type == "cuda" else None
-    if problem is not None:
+    if call.q.device.type == "cuda" and (problem := kernels.refusal(call.q, call.selected)) is not None:
         text = f"row statistics take the path without kernels, which do not know {problem}"
         audit.remarks[Remark(call.module, text, "plain-path")] += 1
 

@@ -94,11 +94,10 @@ class Ranks:
             self._go_on_alone(look.step, _why(error))
             return [look]
         steps = [other.step for other in looks]
-        if len(set(steps)) > 1:
-            numbers = ", ".join(map(str, steps))
-            self._go_on_alone(look.step, f"the ranks look at different steps ({numbers})")
-            return [look]
-        return looks
+        if len(set(steps)) == 1:
+            return looks
+        self._go_on_alone(look.step, f"the ranks look at different steps ({', '.join(map(str, steps))})")
+        return [look]
 
     def fail(self, step: int) -> None:
         """Tell the others that this rank's forward pass failed."""
@@ -118,8 +117,7 @@ class Ranks:
         self._group = None
 
     def _gathered(self, own: Any) -> list[Any]:
-        size = dist.get_world_size(self._group) if dist.is_initialized() else -1
-        if size < 1:
+        if (size := dist.get_world_size(self._group) if dist.is_initialized() else -1) < 1:
             raise RuntimeError("the training has closed its groups")
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, own, group=self._group)

@@ -135,8 +135,7 @@ class Run:
         layer = call.layer
         if self._loaded.external:
             layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
-        problem = folded(call.q.shape[0], self._batch)
-        if problem is not None:
+        if (problem := folded(call.q.shape[0], self._batch)) is not None:
             self.audit.remarks[Remark(call.module, f"{problem}: {counted_as(call.q.shape[0], self._batch)}")] += 1
         remark_path(call, self.audit)
         try:

@@ -35,9 +35,6 @@ class Findings:
         self.measurements = measurements
         self._answers: dict[Any, Any] = {}
 
-    def __repr__(self) -> str:
-        return f"Findings on {self.measurements!r}"
-
     def __call__(
         self,
         question: "Callable[Concatenate[Findings, Parameters], Answer]",

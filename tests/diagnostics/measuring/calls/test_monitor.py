@@ -350,8 +350,8 @@ def test_a_monitor_may_be_stopped_when_a_forward_has_begun():
     """As by another thread; torch calls its hook all the same, without the keyword arguments."""
     model = made(encoder).train()
     monitor = Monitor(model, every=1)
-    model.register_forward_pre_hook(lambda *_: monitor.stop())
     monitor.start()
+    model.register_forward_pre_hook(lambda *_: monitor.stop(), prepend=True)
     with pytest.warns(UserWarning, match="saw no forward call"):
         model(torch.zeros(1, 12, dtype=torch.int64))
     assert monitor.table.empty
