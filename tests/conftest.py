@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from semdiag_models import training as device
 from semdiag_models.training import find_device
 
 pytest_plugins = ["measurements_by_hand"]
+_NO_CASE = SimpleNamespace(params=())
 collect_ignore = ["fuzz_limits.py", "hostile"]  # a script and its parts, which test_fuzz_limits.py runs
 
 # Tiny tensors: a second thread costs more than it gives. .ci/run asks for two to see that no result hangs on it.
@@ -40,16 +42,24 @@ settings.register_profile("nightly", settings.get_profile("random"), max_example
 settings.load_profile("same")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
-    """By day leave out what is nightly, and of products of three parameters all but cases that hold every pair."""
+    """By day leave out what is nightly, and of products of three parameters all but cases that hold every pair.
+
+    Of all products the cases that hold every value come first; the others are slow.
+    """
     if os.environ.get("SEMDIAG_EVERY_CASE"):
         return
     functions = {}
     for item in items:
-        if (case := getattr(item, "callspec", None)) is not None and len(case.indices) > 2:
+        if len(getattr(item, "callspec", _NO_CASE).params) > 1:
             functions.setdefault((item.path, item.parent, item.originalname), []).append(item)
-    dropped = {item for cases in functions.values() for item in set(cases) - set(_pairwise(cases))}
-    dropped |= {item for item in items if item.get_closest_marker("nightly")}
+    dropped = {item for item in items if item.get_closest_marker("nightly")}
+    for cases in functions.values():
+        pairs = covering(cases, 2)
+        dropped |= {*cases} - {*pairs}
+        for item in {*pairs} - {*covering(cases, 1)}:
+            item.add_marker("slow")
     if dropped:
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
@@ -61,12 +71,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def _pairwise(cases):
-    """Return cases, first come first, that hold every pair of two parameters' values that occurs in all."""
+def covering(cases, together):
+    """Return cases, first come first, that hold every combination of so many parameters' values in them all."""
     seen, chosen = set(), []
     for item in cases:
-        values = sorted(item.callspec.indices.items())
-        if new := set(itertools.combinations(values, 2)) - seen:
+        values = sorted((name, id(value)) for name, value in item.callspec.params.items())
+        if new := set(itertools.combinations(values, together)) - seen:
             seen |= new
             chosen.append(item)
     return chosen

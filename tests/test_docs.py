@@ -117,6 +117,7 @@ def commands() -> list[str]:
     return re.findall(r"^│ ([a-z][a-z-]+)  ", fresh("--help"), re.M)
 
 
+@pytest.mark.slow
 def test_every_command_has_a_part_of_a_page_with_a_real_example_and_the_index_links_it() -> None:
     assert commands(), "no command found in the help"
     headed = {
@@ -172,6 +173,7 @@ def test_the_first_line_of_every_command_is_its_answer() -> None:
             assert not re.search(r"[│─]|\S   +\S", first), (command, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "printed"), COMPARED)
 def test_the_printed_output_is_what_the_program_prints(line: str, printed: str, program: Program) -> None:
     words = shlex.split(line)[1:]
@@ -189,6 +191,7 @@ def test_the_printed_output_is_what_the_program_prints(line: str, printed: str, 
     assert missing(printed, shown) is None, shown
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_prints_the_same(tmp_path: Path) -> None:
     line, printed = next(e for e in EXAMPLES if e[0].startswith("semdiag separation"))
     shown = fresh(*shlex.split(line)[1:], "--figures", "none", "--out", str(tmp_path / "out"))

@@ -73,6 +73,7 @@ def test_every_pair_of_the_lipschitz_sweep_has_both_kinds():
     assert kinds.groupby("pair")["kind"].apply(sorted).tolist() == [["full", "topk"]] * 15
 
 
+@pytest.mark.slow
 def test_the_ablation_of_k_reads_the_committed_records():
     runs = [run for run in read_sweep(EXPERIMENTS / "speed.toml") if run.training.task == "parity"]
     runs = [run for run in runs if run.model.attention == "topk" and run.model.inverse_temperature == 1]

@@ -18,6 +18,7 @@ look = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(look)
 
 
+@pytest.mark.slow
 def test_levels_are_means_of_ln_loss_over_the_cells_of_a_disc():
     cells = pd.read_csv(RECORDS / "cells.csv")
     for row in pd.read_csv(RECORDS / "planes.csv").to_dict("records"):

@@ -56,6 +56,7 @@ def test_the_difference_is_paired_by_seed_and_a_diverged_seed_leaves(tmp_path):
     assert found.loc["topk-8", "area_low"] == pytest.approx(-0.15 - half)
 
 
+@pytest.mark.slow
 def test_a_title_says_which_mask_ends_where_and_fits(tmp_path):
     """Means over seeds at the last step, 1.5, 2.5 and 2: another step or one seed would say otherwise."""
     ends = {"full": (1.0, 2.0), "topk-8": (4.0, 1.0), "window-8": (0.5, 3.5)}

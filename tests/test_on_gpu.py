@@ -19,6 +19,7 @@ def run(*words):
     )
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path):
     outcome = run(tmp_path)
     assert outcome.returncode == 2

@@ -348,6 +348,7 @@ def test_language_says_what_its_records_say():
     assert f"after {found.loc['window-8', 'bytes_to_full'] / 1e6:.2f} of 3.07 million bytes" in table
 
 
+@pytest.mark.slow
 def test_robustness_says_what_its_records_say():
     outcomes = robustness.read_outcomes(ROOT / "experiments" / "robustness")
     assert outcomes["loss_area"].notna().all()

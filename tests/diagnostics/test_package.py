@@ -23,6 +23,7 @@ def test_another_name_is_an_attribute_error():
         _ = semdiag.lode
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_torch_and_its_parts_are_there():
     code = (
         "import semdiag, sys; print('torch' in sys.modules); semdiag.load; print('torch' in sys.modules); "
@@ -49,6 +50,7 @@ print(sorted(heavy & set(sys.modules) - before))
 """
 
 
+@pytest.mark.slow
 def test_measuring_imports_nothing_that_it_does_not_need():
     """Each of these takes a tenth of a second to more than half; torch's own checks bring sympy along."""
     done = subprocess.run(
@@ -57,6 +59,7 @@ def test_measuring_imports_nothing_that_it_does_not_need():
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_modules_are_imported_by_statements_which_the_contracts_see():
     """By string the package and the registry import, a question its own parts, and a user's code is loaded."""
     folder, places = Path(semdiag.__file__).parent, set()
@@ -69,6 +72,7 @@ def test_modules_are_imported_by_statements_which_the_contracts_see():
     assert places == {"__init__.py", "questions/registry.py"} | own | of_users
 
 
+@pytest.mark.slow
 def test_what_was_found_is_told_drawn_and_written(tiny_models, tmp_path):
     parts = [semdiag.measure(model, model.default_inputs(8, 0)[0]) for model in tiny_models]
     found = semdiag.Measurements.concat(parts)

@@ -140,7 +140,7 @@ def with_sweep(measurements):
                     (k, "ratio", k / 6),
                     (k, "separation", 1 / k),
                 ]
-                found += [(k, "load", 2 * k), (k, "ln_sound", 0.5), (k, "ln_paper", 1.0), (k, "sound_better", 0.0)]
+                found += [(k, "load", 2 * k), (k, "ln_sound", 0.5), (k, "ln_paper", 1.0)]
                 found += [(k, "accuracy", 0.1 * k), (k, "share", k / 12)]
             for k, quantity, value in found:
                 place = {"model": row["model"], "layer": layer, "head": layer, "k": k, "quantity": quantity}
@@ -303,17 +303,6 @@ def four(make_four):
 
 
 @pytest.fixture(scope="session")
-def unequal():
-    """Call with measurements: the same with one key for the first query, two for the second, …"""
-
-    def change(measurements):
-        queries = measurements.queries
-        return measurements.replace(queries=queries.assign(keys=queries["query"] + 1))
-
-    return change
-
-
-@pytest.fixture(scope="session")
 def theory():
     """Call with measurements: the same with the tables of the theory."""
     return with_theory
@@ -353,16 +342,16 @@ def with_retrieval(found):
 
 
 @pytest.fixture(scope="session")
-def make_everything(make_four, unequal, tiny_runs):
+def make_everything(make_four, tiny_runs):
     """Call: one model of each attention with every table that a section may need; a plane of two of them.
 
     Tables that nobody made by hand are measured on the tiny top-k run, and said of every model.
     """
 
     def make():
-        found = unequal(
-            with_retrieval(with_runs(with_reruns(with_sweep(with_masks(with_probes(with_theory(make_four())))))))
-        )
+        found = with_theory(make_four())
+        for with_tables in (with_probes, with_masks, with_sweep, with_reruns, with_runs, with_retrieval):
+            found = with_tables(found)
         shown = found.landscape["model"].str.contains("full|topk") & (found.landscape["plane"] == 0)
         found = found.replace(landscape=found.landscape[shown])
         new = [p for p in every_probe().values() if not any(len(getattr(found, table.name)) for table in p.tables)]

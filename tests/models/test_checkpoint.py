@@ -148,6 +148,7 @@ def test_a_truncated_file_is_refused_wherever_it_was_cut(path):
         assert refusal(path).startswith((" is not a checkpoint, or it is truncated (", " is not a checkpoint: "))
 
 
+@pytest.mark.slow
 def test_damage_anywhere_in_the_structure_is_a_refusal_or_harmless_but_never_a_crash(path):
     whole, dice = path.read_bytes(), random.Random(7)
     end_of_pickle = whole.index(b"PK\x03\x04", 4)

@@ -30,6 +30,7 @@ def assert_law_of_three_coins(p, draws):
     assert chisquare([seen[s] for s in law], [draws * q for q in law.values()]).pvalue > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.2, 0.5, 0.8])
 def test_three_elements_are_dropped_like_three_coins(p):
     assert_law_of_three_coins(p, 10_000)

@@ -161,6 +161,7 @@ def test_every_parameter_is_learned():
     assert not idle
 
 
+@pytest.mark.slow
 def test_a_model_without_memory_is_made_without_torchs_compiler():
     """Which takes a second to load: every command that reads a checkpoint would wait for it."""
     code = (

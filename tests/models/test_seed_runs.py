@@ -37,6 +37,7 @@ def close(one, other):
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.processor
 def test_each_folder_ends_up_as_if_its_seed_had_been_trained_alone(together, tmp_path, tiny_model, tiny_training):
     together(snapshots=(2,))

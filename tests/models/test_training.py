@@ -31,6 +31,7 @@ def same_weights(one, other):
     return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 @pytest.mark.processor
 @pytest.mark.parametrize(("kind", "k"), KINDS)
 def test_the_loss_falls_on_a_task_that_can_be_learned(tiny_model, tiny_training, kind, k):
@@ -313,6 +314,7 @@ def learnable(tiny_model, tiny_training, **fields):
     return tiny_model(attention="topk", k=2, **sizes), tiny_training(**data, **fields)
 
 
+@pytest.mark.slow
 def test_a_run_stops_after_the_first_epoch_that_is_good_enough(tiny_model, tiny_training):
     whole = trained(*learnable(tiny_model, tiny_training, epochs=15, exact=True)).history["train_accuracy"]
     enough = next(epoch for epoch, accuracy in enumerate(whole, start=1) if accuracy >= 0.9)

@@ -56,6 +56,7 @@ def test_results_of_a_sweep_are_brought_to_the_disk(tmp_path, synced):
     assert synced == ["file", "folder"] * 2
 
 
+@pytest.mark.slow
 def test_a_small_file_that_asks_for_very_many_runs_is_refused_before_they_are_made(tmp_path):
     lists = "\n".join(
         f"{key} = {list(range(1, 12))}" for key in ("seed", "k", "blocks", "heads", "epochs", "width")

@@ -29,35 +29,30 @@ class AttentionCall:
 
     Attributes:
         module: dotted name of the module in the model; "" for the model itself.
-        layer: position among the model's attention layers, from 0: in module order for models of semdiag_models,
-            else in the order of their first calls.
+        layer: position among the model's attention layers, from 0; of other models in the order of first calls.
         q: queries (B, H, Lq, D).
         k: keys (B, Hk, Lk, D); Hk divides H, and query head h uses key head h // (H / Hk).
         v: values (B, Hk, Lk, Dv).
         scale: factor on q kᵀ, temperature included.
-        allowed: bool, four axes, broadcastable to (B, H, Lq, Lk), keys that may be attended to; None means all. If
-            ``causal`` is set, it need not contain the causal rule.
+        allowed: bool, four axes, broadcastable to (B, H, Lq, Lk), keys that may be attended to; None means all.
         queries: (B, Lq) bool, false for padded queries; None means that all count.
         selected: (B, H, Lq, S) int64, positions of selected keys, -1 for none; None means all allowed keys.
         mixed: output of the attention (B, H, Lq, Dv).
-        bias: float, four axes, broadcastable to (B, H, Lq, Lk), finite, added to the scores after scale and
-            soft-cap; None means none. Entries that forbid a key (-inf, the dtype's lowest number) are in
-            ``allowed`` instead.
+        bias: float, four axes, broadcastable to (B, H, Lq, Lk), finite, added to the scores; None means none.
+            Entries that forbid a key (-inf, the dtype's lowest number) are in ``allowed`` instead.
         softcap: scores are limited to (-softcap, softcap) by tanh; None means they are not.
         sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
         causal: whether keys after the query's own position are forbidden, beyond what ``allowed`` says.
         first_query: position of query 0 among the keys; above 0 where earlier keys come from a cache.
         keys_before: number of tokens before key 0, which a cache with a window has dropped: query i is token
             ``keys_before + first_query + i``.
-        occurrence: number of earlier calls of the module in this forward pass of the model; a generation step is a
-            forward pass.
+        occurrence: number of earlier calls of the module in this forward pass; each generation step is one.
         mechanism: adapter that saw the call.
         forbidding: finite constant by which the model forbids keys, such as -10,000; None if it is -inf or the
             dtype's lowest number, or no key is forbidden.
         dropout: probability with which weights were dropped; above 0, ``mixed`` differs from the formula.
         fully_masked: bool, broadcastable to (B, H, Lq, Lk): where finite constants forbid a query every key, the
-            keys with the largest constant, to which the model attends all the same. ``allowed`` leaves such a
-            query no key, and :meth:`averaged` gives it these. None means there is no such query.
+            keys with the largest constant, to which the model attends all the same; ``allowed`` leaves it no key.
     """
 
     module: str
@@ -131,26 +126,18 @@ def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
     return tensor if tensor.ndim == 4 else tensor.flatten(0, -4)
 
 
-def mask_axes(mask: Tensor, lead: torch.Size, heads: int | None = None) -> Tensor:
-    """Return a mask that broadcasts to (*lead, Lq, Lk) with four axes that broadcast to (B, H, Lq, Lk)."""
-    if len(lead) == 2 or mask.ndim <= 2:
-        return mask[(None,) * (4 - mask.ndim)]
-    return four_axes(mask.expand(*lead, -1, -1), heads)
-
-
 def described(
     q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, *, scale: float | None = None, heads: int | None = None,
     full: Tensor | None = None, fused: bool = False, **others: Any,
 ) -> AttentionCall:  # fmt: skip
-    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk).
-
-    A constant that forbids a query all keys (``full``: those with the largest) swallows its scores.
-    """
+    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk)."""
     lead = mixed.shape[:-2]
     masks = {"allowed": None, "bias": None, "fully_masked": full if others.get("sinks") is None else None}
     for name, mask in (masks | others).items():
-        if name in masks:
-            others[name] = mask if mask is None else mask_axes(mask, lead, heads)
+        if name in masks and mask is not None:
+            few = len(lead) == 2 or mask.ndim <= 2
+            mask = mask[(None,) * (4 - mask.ndim)] if few else four_axes(mask.expand(*lead, -1, -1), heads)
+        others[name] = mask
     q, k, v, mixed = (four_axes(x.detach(), heads) for x in (q, k, v, mixed))
     if full is not None and others["fully_masked"] is not None and not (fused and q.dtype == torch.float16):
         q = q.masked_fill(others["fully_masked"].any(-1, keepdim=True), 0)
@@ -172,7 +159,6 @@ BOUNDED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "f
 SCORED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "largest"))
 # These kinds look for the largest scores by hashes or clusters, without computing all.
 APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.keeps in ("hashed", "clustered"))
-CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
 # An external model was not made by semdiag_models or the paper's code: only its attention is known.
 EXTERNAL_SOURCES = ("hugging face", "factory", "module")
 

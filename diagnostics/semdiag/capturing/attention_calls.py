@@ -13,23 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
-from torch.nn.modules.module import (
-    _global_forward_hooks,
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.utils.hooks import RemovableHandle
 
 from semdiag.capturing import recording
+from semdiag.capturing.adapters import torch_functions
 from semdiag.capturing.adapters.fused import forget_last
 from semdiag.capturing.adapters.hugging_face import attends_by_interface, intercepted_interface
-from semdiag.capturing.adapters.torch_functions import (
-    MADE_OUTSIDE_MODES,
-    FunctionWatch,
-    core_call,
-    hooked_alone,
-    masked_inputs,
-)
+from semdiag.capturing.adapters.torch_functions import FunctionWatch, core_call, masked_inputs
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
@@ -51,19 +41,16 @@ class Hook(partial[None]):
 class Hooks:
     """Two hooks on a module, which its copies do not run; removable even if only one is registered."""
 
-    def __init__(
-        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], prepend: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         def unless_removed(*arguments: Any) -> None:
             if len(arguments) == 3:  # torch omits keyword arguments if the hook was removed meanwhile
                 before(*arguments)
 
-        self._module, self._prepend = module, prepend
-        self._before, self._after = Hook(unless_removed), Hook(after)
+        self._module, self._before, self._after = module, Hook(unless_removed), Hook(after)
 
     def put_on(self) -> None:
         """Register both hooks."""
-        self._module.register_forward_pre_hook(self._before, prepend=self._prepend, with_kwargs=True)
+        self._module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         self._module.register_forward_hook(self._after, always_call=True)
 
     def remove(self) -> None:
@@ -96,21 +83,16 @@ def watch_attention(
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
 
-    It works for any model: encoders of semdiag_models, Hugging Face transformers, torch's attention modules and
-    functions, and attention written by hand as softmax of a product of queries and keys, times values. Nothing is
-    attached to the model, and nothing is left behind. Outputs are those of the model without the watch, to the
-    last bit, with two exceptions, where the rounding differs: the fused paths that ``nn.TransformerEncoder`` and
-    ``nn.MultiheadAttention`` take in evaluation mode without gradients, and compiled models; inside the context,
-    both run as they were written. The watch never stops the model: if the watch itself fails, the audit says so.
-    What ``consume`` raises is raised in the model.
+    It works for any model (docs/support.md). Nothing is left behind. Outputs are those of the model without the
+    watch, to the last bit, except where the rounding differs: the fused paths of ``nn.TransformerEncoder`` and
+    ``nn.MultiheadAttention`` in evaluation mode without gradients, and compiled models, run as they were written.
+    The watch never stops the model: if the watch itself fails, the audit says so. What ``consume`` raises is
+    raised in the model.
 
-    In an unchanged encoder of semdiag_models, only the attention cores are watched, and in an unchanged model of
-    transformers whose source names no other attention, only the library's interface. In any other model, every
-    softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and is not
-    captured; or counts it, because it is no attention. It also lists products that meet values without a softmax.
-    Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in its own
-    thread or task, and in those without a watch of their own. A watch with a mask masks what all others see. A
-    context that is left in another thread warns: its modes stay, idle, until a watch opens there again.
+    Every softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and
+    is not captured; or counts it, because it is no attention. It also lists products that meet values without a
+    softmax. Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in its
+    own thread or task, and in those without a watch of their own. A watch with a mask masks what all others see.
 
     Args:
         model: any module. Only what runs inside it is seen.
@@ -129,7 +111,7 @@ def watch_attention(
     if broken and mask is not None:
         raise InputError(refusal(broken))
     # then modes would see nothing more, and cost 20 µs per operation
-    hooked = hooked_alone(model) or attends_by_interface(model)
+    hooked = torch_functions.hooked_alone(model) or attends_by_interface(model)
     recorder = recording.Recorder(recording.Watched(model, consume, mask, traces=not hooked))
     recorder.audit.remarks.update(remarks_on(broken))
     lent: set[int] = set()
@@ -143,7 +125,7 @@ def watch_attention(
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
         if not hooked:
-            stack.enter_context(MADE_OUTSIDE_MODES.held())
+            stack.enter_context(torch_functions.MADE_OUTSIDE_MODES.held())
             stack.enter_context(recording.followed(here.handed_on))
             stack.callback(_say_where, threading.current_thread())
             stack.enter_context(recording.undone(here.stop))
@@ -169,10 +151,10 @@ class _Hooks:
     def held(self, first: bool) -> Iterator[None]:
         """Hook all modules; after the context, other threads remove the hooks when they finish."""
         with recording.undone(lambda: take_off_hooks(None, self._started, *[self._ended] * (not self._lent))):
-            register_module_forward_pre_hook(self._started)  # type: ignore[arg-type]
-            ended = register_module_forward_hook(self._ended, always_call=True)
+            of_all_modules.register_module_forward_pre_hook(self._started)  # type: ignore[arg-type]
+            ended = of_all_modules.register_module_forward_hook(self._ended, always_call=True)
             if first:
-                _global_forward_hooks.move_to_end(ended.id, last=False)  # type: ignore[attr-defined]
+                of_all_modules._global_forward_hooks.move_to_end(ended.id, last=False)  # type: ignore[attr-defined]
             yield
 
     def restore(self) -> None:
@@ -201,9 +183,8 @@ class _Hooks:
         if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
             recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
             recorder.covered += 1
-            recorder.without_watch.append(
-                (module, recording.take_off(self._here.watch))
-            )  # under a mode it refuses them
+            taken = recording.take_off(self._here.watch)  # under a mode it refuses them
+            recorder.without_watch.append((module, taken))
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -216,10 +197,8 @@ class _Hooks:
         if recorder.leave(module) and isinstance(module, AttentionCore):
             recorder.covered -= 1
             if isinstance(output, torch.Tensor) and not recorder.covered:  # None after an exception
-                try:
+                with recorder.guarded("attention core", name):
                     recorder.record(core_call(name, module, inputs, output))
-                except Exception as error:
-                    recorder.failed("attention core", error, name)
             self.restore()
         if not recorder.running:
             self._here.rest()
@@ -238,10 +217,8 @@ class _Modes(threading.local):
 
     def start(self) -> None:
         for mode in recording.modes_here():
-            if (
-                isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.closed
-            ):  # its context was left elsewhere
-                mode.__exit__(None, None, None)
+            if isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.closed:
+                mode.__exit__(None, None, None)  # its context was left elsewhere
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
         if not _masks(self.watch):
@@ -297,10 +274,9 @@ def _say_where(opener: threading.Thread) -> None:
     """Warn if the context is left in another thread: modes can be taken off in their own thread only."""
     here = threading.current_thread()
     if here is not opener and opener.is_alive():
-        text = (
-            "A watch that was opened in {0} was closed in {1}: its modes stay on {0}, where they record nothing, "
-        )
-        warnings.warn(f"{text}until a watch opens there again.".format(opener.name, here.name), stacklevel=2)
+        where = f"opened in {opener.name} was closed in {here.name}: its modes stay on {opener.name}"
+        text = f"A watch that was {where}, where they record nothing, until a watch opens there again."
+        warnings.warn(text, stacklevel=2)
 
 
 def _masks(mode: object) -> bool:
@@ -319,20 +295,14 @@ def _uncompiled() -> Iterator[None]:
             # of torch 2.12: what runs as it was written has no compiled frames
             warnings.filterwarnings("ignore", message=".*fullgraph=True found no compiled frames")
         else:
-            original = torch.compile
+            first = iter([True])
 
-            def restore() -> bool:
-                own = torch.compile is eager_compile
-                torch.compile = original if own else torch.compile
-                return own
-
-            def eager_compile(*args: Any, **kwargs: Any) -> Any:
-                if restore():
+            def eager_compile(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                if next(first, False):
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 return original(*args, **kwargs)
 
-            stack.enter_context(recording.undone(restore))
-            torch.compile = eager_compile
+            stack.enter_context(recording.replaced(torch, "compile", eager_compile))
         yield
 
 
@@ -358,8 +328,8 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
     """Call ``consume`` for every block that a batch passes in the context."""
     seen: dict[str, Any] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        return lambda module, inputs, *output: seen.update({name: inputs[0]})
+    def keep(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[name] = inputs[0]
 
     def attended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen["middle"] = seen["stream"] + output
@@ -367,22 +337,20 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
     def ended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen["end"] = seen["middle" if encoder.config.norm == "pre" else "mlp_tokens"] + output
 
-    def finish(layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, *given: Any) -> None:
-            call = BlockCall(layer=layer, **seen)
-            seen.clear()
-            consume(call)
-
-        return hook
+    def finish(layer: int, *given: Any) -> None:
+        call = BlockCall(layer=layer, **seen)
+        seen.clear()
+        consume(call)
 
     with ExitStack() as hooks:
         hooks.enter_context(watch_attention(encoder, lambda call: seen.update(attention=call)))
         for layer, block in enumerate(encoder.blocks):
             attention, expand, contract = (block.get_submodule(n) for n in ("attention", "expand", "contract"))
-            parts = ((block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden"))
-            handles = [part.register_forward_pre_hook(keep(name)) for part, name in parts]
-            after = ((attention, attended), (contract, ended), (block, finish(layer)))
-            for handle in (*handles, *(part.register_forward_hook(hook) for part, hook in after)):
-                hooks.callback(handle.remove)
+            for part, name in (
+                (block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden")
+            ):  # fmt: skip
+                hooks.enter_context(part.register_forward_pre_hook(partial(keep, name)))
+            for part, hook in ((attention, attended), (contract, ended), (block, partial(finish, layer))):
+                hooks.enter_context(part.register_forward_hook(hook))
         hooks.callback(seen.clear)
         yield

@@ -44,14 +44,12 @@ class Skipped(NamedTuple):
 
 NOTE, WARNING = "note", "warning"  # severities of remarks
 # Codes of remarks that concern the user's request or invalidate an answer; commands print them, too.
-WARNINGS = frozenset(
-    (
-        "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "loss-of-logits", "nan-logits",
-        "no-overlap", "no-secants", "no-secants-there", "no-mask-stability-there", "outputs-compared",
-        "padding-compared", "private-part", "queries-drawn", "random-forward", "texts-cut", "weights-differ",
-        "weights-not-loaded",
-    )
-)  # fmt: skip
+WARNINGS = frozenset((
+    "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "loss-of-logits", "nan-logits",
+    "no-overlap", "no-secants", "no-secants-there", "no-mask-stability-there", "outputs-compared",
+    "padding-compared", "private-part", "queries-drawn", "random-forward", "texts-cut", "weights-differ",
+    "weights-not-loaded",
+))  # fmt: skip
 
 
 class Remark(NamedTuple):

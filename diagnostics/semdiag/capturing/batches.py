@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -143,7 +144,6 @@ def repeated(batch: Batch, times: int) -> Batch:
 
 
 def _map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Apply a function to every tensor of a batch, also in dictionaries inside."""
     if isinstance(batch, Mapping):
         return {name: _map_tensors(value, change) for name, value in batch.items()}
     return change(batch) if isinstance(batch, Tensor) else batch
@@ -241,11 +241,10 @@ def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def takes_masks(module: nn.Module) -> bool:
     """Return whether a module has a token mask among its named arguments."""
-    try:
+    with suppress(TypeError, ValueError):
         named = () if isinstance(module, torch.jit.ScriptModule) else _signature(module).parameters
-    except (TypeError, ValueError):
-        return False
-    return any(name in named for name in MASK_NAMES)
+        return any(name in named for name in MASK_NAMES)
+    return False
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
@@ -255,7 +254,6 @@ def _signature(module: nn.Module) -> inspect.Signature:
 
 @lru_cache(maxsize=1024)
 def _of_class(kind: Any) -> inspect.Signature:
-    """Return how the modules of a class are called."""
     signature = inspect.signature(kind.forward)
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 

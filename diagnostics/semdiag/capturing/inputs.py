@@ -295,15 +295,14 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
             f"{where} names a class for each text, but {type(model.module).__name__} predicts tokens. Leave the "
             "classes out, or name a model with a classification head."
         )
-    known = getattr(getattr(model.module, "config", None), "label2id", None) or {}
+    config = getattr(model.module, "config", None)
+    known, classes = getattr(config, "label2id", None) or {}, getattr(config, "num_labels", None)
     unknown = [name for name in named if isinstance(name, str) and name not in known]
     if unknown:
         names = ", ".join(map(str, sorted(known, key=lambda name: int(known[name]))[:10])) or "none"
         raise InputError(f"{where}: the model has no class {unknown[0][:40]!r}. Its classes: {names}.")
     numbers = [int(known[name]) if isinstance(name, str) else name for name in named]
-    classes = getattr(getattr(model.module, "config", None), "num_labels", None)
-    outside = [n for n in numbers if isinstance(classes, int) and not 0 <= n < classes]
-    if outside and isinstance(classes, int):
+    if isinstance(classes, int) and (outside := [n for n in numbers if not 0 <= n < classes]):
         raise InputError(f"{where}: the model has {classes} classes, 0 to {classes - 1}. Got {outside[0]}.")
     return torch.tensor(numbers)
 

@@ -1,7 +1,7 @@
 """The keys that a rule keeps in a call of attention, and the blocks of keys that tiles of queries keep."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -35,41 +35,36 @@ class Table(NamedTuple):
         return kept.gather(3, columns[:, None, None].expand(*kept.shape[:3], -1))
 
 
-@dataclass(eq=False)
 class Tiles:
     """Tiles of a call's queries, and blocks of its keys."""
 
-    call: AttentionCall
-    query_block: int
-    block: int
-    of_queries: Tensor  # (B or 1, Lq) int64, number of each query's tile; the number of tiles for padding
-    of_keys: Tensor  # (B or 1, Lk) int64, number of each key's block
-    tiles: int
-    own: Tensor | None  # (B or 1, T, N) bool, blocks of the tiles' own positions; None: queries see later keys
-    first: Tensor  # (B or 1,) int64, position of the first key that is not padding
-    kept: Tensor | None = None  # (B, 1 or H, T, N) bool
-    found: TileSums | None = None  # from which they were chosen
-
-    @classmethod
-    def of(cls, call: AttentionCall, reach: Reach, query_block: int, block: int, moved: bool) -> "Tiles":
-        """Cut a call into tiles."""
+    def __init__(self, call: AttentionCall, reach: Reach, query_block: int, block: int, moved: bool) -> None:
+        self.call, self.query_block, self.block = call, query_block, block
+        self.kept: Tensor | None = None  # (B, 1 or H, T, N) bool
+        self.found: TileSums | None = None  # from which they were chosen
         queries, length, device = call.q.shape[2], call.k.shape[2], call.q.device
         if max(query_block, block) > length:
             raise InputError(f"A tile of {query_block} by {block} is larger than a text of {length} tokens.")
-        first = reach.real.int().argmax(-1) if moved else torch.zeros(1, dtype=torch.int64, device=device)
-        of_keys = (torch.arange(length, device=device) - first[:, None]) % length // block
+        # Position of the first key that is not padding, and the number of each key's block, (B or 1, …) int64.
+        self.first = reach.real.int().argmax(-1) if moved else torch.zeros(1, dtype=torch.int64, device=device)
+        self.of_keys = (torch.arange(length, device=device) - self.first[:, None]) % length // block
         itself = reach.in_step or call_strips.is_square(call)
-        tiles, own, places = -(-queries // query_block), None, torch.arange(queries, device=device)
-        numbers = (places - first[:, None] * itself).div(query_block, rounding_mode="floor")
+        self.tiles, places = -(-queries // query_block), torch.arange(queries, device=device)
+        numbers = (places - self.first[:, None] * itself).div(query_block, rounding_mode="floor")
         places = (places + call.first_query).clamp(max=length - 1)
         if itself:  # a query whose own key nobody sees is padding
-            numbers = numbers.where(reach.real[:, places] & (numbers >= 0), tiles)
+            numbers = numbers.where(reach.real[:, places] & (numbers >= 0), self.tiles)
+        self.of_queries = (
+            numbers  # number of each query's tile, (B or 1, Lq) int64; the number of tiles for padding
+        )
+        self.own: Tensor | None = (
+            None  # (B or 1, T, N) bool, blocks of the tiles' positions; None: later keys are seen
+        )
         if itself and not reach.later:
-            batch, count = max(len(numbers), len(of_keys)), -(-length // block)
-            at = numbers.expand(batch, -1) * count + of_keys[:, places].expand(batch, -1)
-            own = torch.zeros(batch, (tiles + 1) * count, dtype=torch.bool, device=device).scatter_(1, at, True)
-            own = own.view(batch, tiles + 1, count)[:, :-1]
-        return cls(call, query_block, block, numbers, of_keys, tiles, own, first)
+            batch, count = max(len(numbers), len(self.of_keys)), -(-length // block)
+            at = numbers.expand(batch, -1) * count + self.of_keys[:, places].expand(batch, -1)
+            own = torch.zeros(batch, (self.tiles + 1) * count, dtype=torch.bool, device=device)
+            self.own = own.scatter_(1, at, True).view(batch, self.tiles + 1, count)[:, :-1]
 
     def sums(self, choice: "Choice", exact: bool = True) -> TileSums:
         """Return what the tiles find in the blocks; not ``exact``: which blocks they see, without any score."""
@@ -82,13 +77,11 @@ class Tiles:
             scores = choice.scores(strip) if exact else like.new_zeros(size)
             scores, order = scores.masked_fill_(~allowed, -torch.inf), choice.order(strip)
             numbers = self.of_queries.expand(batch, -1)[b, strip.queries]
-            part = TileSums(*(x[b, h] for x in vars(sums).values()))
-            part.add_(
-                call_strips.ordered(scores, order),
-                numbers,
-                self.block,
+            part, sinks = (
+                TileSums(*(x[b, h] for x in vars(sums).values())),
                 None if call.sinks is None else call.sinks[h],
             )
+            part.add_(call_strips.ordered(scores, order), numbers, self.block, sinks)
         return sums
 
     @property
@@ -196,7 +189,7 @@ class Choice:
             if isinstance(rule, TopK | RandomK):
                 self._fix(rule, reach)
             if isinstance(rule, SkipTiles | TopK) and tiled:
-                self.tiles = Tiles.of(call, reach, rule.query_block, rule.block, self._order is not None)
+                self.tiles = Tiles(call, reach, rule.query_block, rule.block, self._order is not None)
                 self.tiles.kept = self.tiles.chosen(rule, self)
 
     def _fix(self, rule: TopK | RandomK, reach: Reach) -> None:
@@ -208,9 +201,7 @@ class Choice:
                 raise _unknown(call, "sinks", "its first keys are hidden, by padding or by a window of its own")
             self.sinks = real & (real.cumsum(-1) <= rule.sinks)
         if rule.window:
-            if not (
-                reach.in_step or call_strips.is_square(call)
-            ):  # then query i is not the token at first_query + i
+            if not (reach.in_step or call_strips.is_square(call)):  # query i is not the token at first_query + i
                 raise _unknown(call, "a window", "its queries and keys are different tokens, or follow a cache")
             half = rule.window // 2 if isinstance(rule, TopK) and rule.centred and reach.later else None
             self.near = (rule.window - 1,) * 2 if half is None else (half, rule.window - 1 - half)
@@ -245,9 +236,8 @@ class Choice:
         size = (*self.call.q.shape[:3], -(-keys.shape[1] // self._block))
         kept = torch.empty(size, dtype=torch.bool, device=keys.device)
         for strip in self.strips():
-            free, fixed = self.allowed(strip), self.fixed(strip)
-            free = free if fixed is None else free & ~fixed
-            own = call_strips.ordered(self._free(strip, self.scores(strip), free, False), self.order(strip))
+            chosen = self._free(strip, self.scores(strip), self.free(strip), False)
+            own = call_strips.ordered(chosen, self.order(strip))
             own = F.pad(own, (0, size[3] * self._block - own.shape[3]))
             kept[strip.samples, strip.heads, strip.queries] = torch.unflatten(own, 3, (-1, self._block)).any(-1)
         places = keys if self._order is None else self._order.argsort(-1)
@@ -342,6 +332,11 @@ class Choice:
             fixed = near if fixed is None else fixed | near
         return fixed
 
+    def free(self, strip: Strip) -> Tensor:
+        """Return the keys that may be chosen: allowed, and not kept for their position."""
+        allowed, fixed = self.allowed(strip), self.fixed(strip)
+        return allowed if fixed is None else allowed & ~fixed
+
     def kept(self, strip: Strip, scores: Tensor | None, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """Return a strip's kept keys and their number in each row; some ``scores`` of others become -inf."""
         fixed, b, r = self.fixed(strip), strip.samples, strip.queries
@@ -376,7 +371,12 @@ class Choice:
             return call_strips.largest(drawn.masked_fill(~free, -torch.inf), k) & free
         assert scores is not None
         assert isinstance(self.rule, TopK | TopP)
-        scores = call_strips.hide_(scores.clone() if others else scores, free)
+        scores = scores.clone() if others else scores
+        if told(scores.sum().isfinite()):  # adding -inf takes a fifth of the time
+            limit = torch.zeros(free.shape, dtype=scores.dtype, device=scores.device)
+            scores.add_(limit.masked_fill_(~free, -torch.inf))
+        else:
+            scores.masked_fill_(~free, -torch.inf)
         if isinstance(self.rule, TopP):
             scores, places = scores.sort(dim=-1, descending=True, stable=True)
             heavy = heaviest(scores, self.rule.p)

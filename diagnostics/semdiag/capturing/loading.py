@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from semdiag.capturing import paper_code, pretrained
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES
+from semdiag.capturing.batches import whole_number
+from semdiag.capturing.recording import replaced
 from semdiag.capturing.rules import TopK
 from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, weights_sha256
 from semdiag_models.checkpoint import FORMAT, checkpoint_of, is_checkpoint, read_hashed
@@ -29,28 +31,22 @@ class Weights:
     """Weights that calls of ``load_state_dict`` left out; it fills while the function runs."""
 
     def __init__(self) -> None:
-        self.unexpected: list[str] = []  # names of weights that no module took
-        self._missed: dict[
-            Place, float
-        ] = {}  # parameters without weights; a sum shows whether they are written later
+        self._unexpected: list[str] = []  # names of weights that no module took
+        self._missed: dict[Place, float] = {}  # parameters without weights, with a sum that shows later writes
         self._loaded: set[Place] = set()
         self._modules: list[nn.Module] = []  # keeps modules alive, so that no id is reused
 
     def add(self, module: nn.Module, names: set[str], missing: list[str], unexpected: list[str]) -> None:
         """Record one call."""
         self._modules.append(module)
-        self.unexpected += unexpected
-        own = dict(module.named_parameters(remove_duplicate=False))
-        self._missed |= {_place(module, name): _sum(own[name]) for name in missing if name in own}
-        self._loaded |= {_place(module, name) for name in names - set(unexpected)}
+        self._unexpected += unexpected
+        known = {name: (place, parameter) for place, name, parameter in _places(module, twice=True)}
+        self._missed |= {known[name][0]: _sum(known[name][1]) for name in missing if name in known}
+        self._loaded |= {known[name][0] for name in names - set(unexpected) if name in known}
 
     def not_loaded(self, model: nn.Module) -> list[str]:
         """Return the names of a model's parameters that no call loaded and neither a tie nor a copy wrote."""
-        every = [
-            ((id(part), name), f"{prefix}.{name}".removeprefix("."), parameter)
-            for prefix, part in model.named_modules()
-            for name, parameter in part.named_parameters(recurse=False)
-        ]
+        every = _places(model)
         loaded = {id(parameter) for place, _, parameter in every if place in self._loaded}
         left = ((place, name, parameter) for place, name, parameter in every if id(parameter) not in loaded)
         return [name for place, name, parameter in left if self._missed.get(place) == _sum(parameter)]
@@ -61,7 +57,7 @@ class Weights:
         if not lost:
             return ""
         described = f"{len(lost)} of its {len(list(model.parameters()))} parameters were not loaded ({_few(lost)})"
-        unexpected = list(dict.fromkeys(self.unexpected))
+        unexpected = list(dict.fromkeys(self._unexpected))
         return described + f"; {len(unexpected)} weights fit nothing in it ({_few(unexpected)})" * bool(unexpected)
 
 
@@ -74,30 +70,28 @@ def _sum(parameter: Tensor) -> float:
     return 0.0 if parameter.is_meta else float(parameter.detach().double().abs().sum())
 
 
-def _place(module: nn.Module, name: str) -> Place:
-    owner, _, leaf = name.rpartition(".")
-    try:
-        return id(module.get_submodule(owner)), leaf
-    except AttributeError:  # no path: the module's hooks made this name
-        return id(module), name
+def _places(model: nn.Module, twice: bool = False) -> list[tuple[Place, str, Tensor]]:
+    """Return place, dotted name and value of each parameter; shared modules once, or ``twice``."""
+    return [
+        ((id(part), name), f"{prefix}.{name}".removeprefix("."), parameter)
+        for prefix, part in model.named_modules(remove_duplicate=not twice)
+        for name, parameter in part.named_parameters(recurse=False)
+    ]
 
 
 @contextmanager
 def watched_weights() -> Iterator[Weights]:
     """Watch every ``load_state_dict`` in the context."""
-    weights, original = Weights(), nn.Module.load_state_dict
+    weights = Weights()
 
-    def load(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(original: Any, module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         names = {str(name) for name in state_dict}
-        result = original(self, state_dict, *args, **kwargs)
-        weights.add(self, names, list(result.missing_keys), list(result.unexpected_keys))
+        result = original(module, state_dict, *args, **kwargs)
+        weights.add(module, names, list(result.missing_keys), list(result.unexpected_keys))
         return result
 
-    nn.Module.load_state_dict = load  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "load_state_dict", load):
         yield weights
-    finally:
-        nn.Module.load_state_dict = original  # type: ignore[method-assign]
 
 
 _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -189,28 +183,24 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
         raise InputError(
             f"{path} is not a budget: semdiag k-sweep MODEL --rerun --budget FILE.json writes one ({SCHEMA})."
         )
-    budgets = content.get("budgets")
-    wanted = content.get("default") if name is None else name
+    budgets, wanted = content.get("budgets"), content.get("default") if name is None else name
     if not isinstance(budgets, dict) or not budgets:
         raise InputError(f"{path} holds no budget.")
     budget = budgets.get(wanted) if isinstance(wanted, str) else None
     if not isinstance(budget, dict):
         raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
     try:
-        block, layers = _whole(budget["block"]), budget["layers"]
-        rules = [TopK(tuple(map(_whole, layer["k"])), block=block) for layer in layers]
-        places = [(str(layer["module"]), _whole(layer["occurrence"])) for layer in layers]
-        return dict(zip(places, rules, strict=True))
+        block = whole_number(budget["block"], "block")
+        return {
+            (str(layer["module"]), whole_number(layer["occurrence"], "occurrence")): TopK(
+                tuple(whole_number(k, "k") for k in layer["k"]), block=block
+            )
+            for layer in budget["layers"]
+        }
     except (KeyError, TypeError, ValueError):
         raise InputError(
             f"{path}: a budget has a block and layers, each with module, occurrence and k, one number a head."
         ) from None
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError
-    return value
 
 
 OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
@@ -327,7 +317,7 @@ class LoadedModel:
         history: one list per column, one entry per epoch; empty if unknown.
         provenance: versions, command and device of the training run.
         batches: inputs that came with the model; None if there are none.
-        weights_sha256: hash of the parameters alone, for checkpoints of semdiag and the paper; else empty.
+        weights_sha256: hash of the parameters alone, for checkpoints of semdiag and the paper.
         recorded_weights: recorded hashes of the parameters by place: the file, a manifest beside its folder.
         not_loaded: description of the weights that the factory left out; empty if none.
         tokenizers: tokenizers that were read, by folder; None stands for the model's own folder.
@@ -382,11 +372,7 @@ class LoadedModel:
         )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
-        """Return tokens (N, L), labels (N,) and their origin, to measure on when the user names none.
-
-        These are the run's own held-out samples, regenerated from its seed; if the training data are unknown,
-        fresh samples of its task, drawn with ``seed``. A text may have fewer windows than ``samples``.
-        """
+        """Return tokens (N, L), labels (N,) and their origin: the run's held-out samples, else fresh ones."""
         config = self.encoder.config
         if self.training is not None:
             # The user cannot know a text's number of windows: a small text gives all of them.
@@ -424,9 +410,8 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
 
     Args:
         path: a ``.pt`` file of semdiag or of the paper's released code, or a run's folder (its ``last.pt``);
-            ``hf:PATH`` (offline, safetensors; PATH may lie in an installed package, as
-            PACKAGE/FOLDER); or ``package.module:function``, which is imported and called and returns a module,
-            or a module and its inputs.
+            ``hf:PATH`` (offline, safetensors; PATH may be PACKAGE/FOLDER of an installed package); or
+            ``package.module:function``, which is called and returns a module, or a module and its inputs.
         config: configuration that the file name does not give, for checkpoints of the paper's code only.
         head: head of a Hugging Face model: ``auto`` for the configured one, ``none`` for the body alone.
 
@@ -434,11 +419,24 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
         The model in evaluation mode on the CPU. Torch's random state is left as it was.
 
     Raises:
-        InputError: if it is missing, none of these, contains code, is incomplete, or does not fit its
-            configuration.
+        InputError: if it is missing, none of these, contains code, is incomplete, or contradicts itself.
     """
     with torch.random.fork_rng(devices=[]):  # modules draw initial weights before they load their own
-        return _load(path, config, head)
+        spec = str(path)
+        if head not in pretrained.HEADS:
+            raise InputError(f"head is {' or '.join(pretrained.HEADS)}. Got {head!r}.")
+        if spec.startswith(pretrained.PREFIX):
+            model, digest, versions = pretrained.build(spec, head)
+            return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
+        if recognised(spec):
+            with watched_weights() as weights:
+                model, batches = build(spec)
+            source = "python" if isinstance(model, Encoder) else "factory"
+            return LoadedModel(
+                spec, "", in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
+                not_loaded=weights.described(model),
+            )  # fmt: skip
+        return _load_checkpoint(path, config)
 
 
 def load_all(
@@ -452,24 +450,6 @@ def load_all(
             "--config."
         )
     return loaded
-
-
-def _load(path: str | Path, config: Mapping[str, Any] | None, head: str) -> LoadedModel:
-    spec = str(path)
-    if head not in pretrained.HEADS:
-        raise InputError(f"head is {' or '.join(pretrained.HEADS)}. Got {head!r}.")
-    if spec.startswith(pretrained.PREFIX):
-        model, digest, versions = pretrained.build(spec, head)
-        return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
-    if recognised(spec):
-        with watched_weights() as weights:
-            model, batches = build(spec)
-        source = "python" if isinstance(model, Encoder) else "factory"
-        return LoadedModel(
-            spec, "", in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
-            not_loaded=weights.described(model),
-        )  # fmt: skip
-    return _load_checkpoint(path, config)
 
 
 def describe(model: LoadedModel) -> dict[str, Any]:
@@ -522,13 +502,11 @@ def _recorded(file: Path, inside: str) -> dict[str, str]:
     """Return the hashes of the weights recorded in a checkpoint and in the ``manifest.json`` beside its folder."""
     recorded = {"file": inside} if inside else {}
     folder = file.absolute().parent
-    try:
+    with suppress(InputError):
         manifest = read_json(folder.parent / "manifest.json")
-    except InputError:
-        return recorded
-    for entry in manifest if isinstance(manifest, list) else ():
-        if isinstance(entry, dict) and entry.get("run") == folder.name:
-            hashes = entry.get("weights_sha256")
-            digest = hashes.get(file.name) if isinstance(hashes, dict) else None
-            recorded |= {"manifest": digest} if isinstance(digest, str) else {}
+        for entry in manifest if isinstance(manifest, list) else ():
+            if isinstance(entry, dict) and entry.get("run") == folder.name:
+                hashes = entry.get("weights_sha256")
+                digest = hashes.get(file.name) if isinstance(hashes, dict) else None
+                recorded |= {"manifest": digest} if isinstance(digest, str) else {}
     return recorded

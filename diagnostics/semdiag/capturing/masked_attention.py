@@ -3,11 +3,13 @@
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,19 +59,15 @@ def check_memory(call: AttentionCall) -> None:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the free memory of a device in bytes; infinite if nothing tells."""
+    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
-    free = [float("inf")]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        free += [] if limit == "max" else [float(limit) - float(used)]
-    except (OSError, ValueError):
-        pass
-    return min(free)
+    free = float(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no cgroup, or no limit
+        limit, used = (float(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 def out_of_memory(error: Exception) -> str:
@@ -98,11 +96,7 @@ def attended(choice: Choice, inputs: Inputs) -> Attended:
 
 
 def in_strips(choice: Choice, inputs: Inputs) -> Attended:
-    """Return the attention strip by strip.
-
-    Each strip computes its scores once: it chooses, normalises and sums values; the backward pass computes them
-    again. What is held is a strip's scores, and numbers for each row.
-    """
+    """Return the attention strip by strip: only a strip's scores are held, and the backward pass repeats them."""
     q = inputs[0]
     number = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
@@ -110,8 +104,6 @@ def in_strips(choice: Choice, inputs: Inputs) -> Attended:
 
 
 class _Strips(torch.autograd.Function):
-    """Attention strip by strip."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, choice: Choice, number: Tensor) -> Tensor:
         """Sum the values of kept keys; write the numbers of kept keys."""
@@ -204,11 +196,11 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
     q, k, v = inputs
     with outside_all_modes(q.device.type):
         table = choice.table() if choice.by_table else None
-        layout = _layout(choice, table)
+        number, bare, blocks = _layout(choice, table)
         rows = None if choice.by_position or table is not None else row_thresholds(choice)
-        if rows is not None and layout.bare is not None and min(choice.counts) == 0:
-            rows = rows._replace(low=rows.low.masked_fill(layout.bare, -torch.inf))
-            rows = rows._replace(place=rows.place.masked_fill(layout.bare, choice.call.k.shape[2]))
+        if rows is not None and bare is not None and min(choice.counts) == 0:
+            place = rows.place.masked_fill(bare, choice.call.k.shape[2])
+            rows = rows._replace(low=rows.low.masked_fill(bare, -torch.inf), place=place)
         modified = _score_mod(choice, rows)
     with (
         without_modes(),
@@ -217,8 +209,8 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
         torch._dynamo.config.patch(recompile_limit=64),
     ):
         several = q.shape[1] != k.shape[1]
-        output = _flex(not FAILED)(q, k, v, modified, layout.blocks, choice.call.scale, several)
-    number = layout.number if rows is None or rows.number is None else rows.number
+        output = _flex(not FAILED)(q, k, v, modified, blocks, choice.call.scale, several)
+    number = number if rows is None or rows.number is None else rows.number
     return Attended(Mixed(output), number, None if rows is None else rows.close.sum())
 
 
@@ -232,11 +224,7 @@ def _flex(dynamic: bool) -> Callable[..., Tensor]:
 
 
 def row_thresholds(choice: Choice) -> Thresholds:
-    """Return the scores that separate the k largest of each row from the others; of equal ones the first are kept.
-
-    A threshold lies halfway between the k-th and the next score, so that a score that is computed again in another
-    order falls on the same side unless the two are within rounding. Equal scores are told apart by their position.
-    """
+    """Return the scores halfway between each row's k-th and next one; positions tell equal ones apart."""
     call, most = choice.call, max(choice.counts)
     p, number = getattr(choice.rule, "p", None), None
     if p is None and call.q.is_cuda and kernels.refusal(call.q, None, most) is None:
@@ -254,10 +242,8 @@ def row_thresholds(choice: Choice) -> Thresholds:
         order = torch.empty(*call.q.shape[:3], most, dtype=torch.int32, device=call.q.device)
         number = None if p is None else torch.empty_like(order[..., 0])
         for strip in choice.strips():
-            free, fixed = choice.allowed(strip), choice.fixed(strip)
-            free = free if fixed is None else free & ~fixed
             at = strip.samples, strip.heads, strip.queries
-            values = choice.scores(strip).masked_fill_(~free, -torch.inf)
+            values = choice.scores(strip).masked_fill_(~choice.free(strip), -torch.inf)
             if p is None or number is None:
                 top[at], order[at] = largest_scores(values, most)
                 continue
@@ -291,14 +277,9 @@ def _error(call: AttentionCall) -> Tensor:
     return error
 
 
-class _Layout(NamedTuple):
-    """What a choice by thresholds needs beside the thresholds."""
-
-    number: Tensor  # number of kept keys, int32, broadcastable to (B, H, Lq)
-    bare: Tensor | None  # queries that keep all keys because none is kept by position; None: there is none
-    blocks: Any  # BlockMask
-
-
+# Numbers of kept keys, int32, broadcastable to (B, H, Lq); queries that keep all keys because none is kept by
+# position, None: there is none; and a BlockMask.
+_Layout = tuple[Tensor, Tensor | None, Any]
 _LAYOUTS: dict[tuple[Any, ...], _Layout] = {}  # the last ones of calls without a mask of their own
 
 
@@ -344,7 +325,7 @@ def _layout(choice: Choice, table: Table | None) -> _Layout:
     listed, visible = (*_listed(torch.cat(some, 2)), *_listed(torch.cat(every, 2))), _mask_mod(choice, bare, table)
     sizes: dict[str, Any] = {"BLOCK_SIZE": _BLOCK, "seq_lengths": (call.q.shape[2], length)}
     blocks = BlockMask.from_kv_blocks(*listed, mask_mod=visible, **sizes)
-    found = _Layout(torch.cat(numbers, 2), bare, blocks)
+    found = torch.cat(numbers, 2), bare, blocks
     if cached:
         while len(_LAYOUTS) >= 8:
             del _LAYOUTS[next(iter(_LAYOUTS))]

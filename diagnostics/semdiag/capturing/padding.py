@@ -161,7 +161,7 @@ class Padding:
             yield
 
     def _put_on(self, module: nn.Module) -> None:
-        self._hooks[module] = hooks.Hooks(module, self._before, self._after, prepend=True)
+        self._hooks[module] = hooks.Hooks(module, self._before, self._after)
         self._hooks[module].put_on()
 
     def _take_off(self, *modules: nn.Module) -> list[nn.Module]:

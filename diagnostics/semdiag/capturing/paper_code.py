@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,12 @@ def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -
     encoder.load_state_dict(renamed)
     encoder.positions.copy_(state[_POSITIONS][0])  # with the paper's rounding, not ours
     seed = known.get("seed")
+    try:
+        task = find_task(str(known.get("task"))).name
+    except InputError:
+        task = None
     return encoder, {
-        "task": _task(known.get("task")),
+        "task": None if task == "listops" else task,  # its ids depend on the paper's data
         "seed": seed if isinstance(seed, int) else None,
         "snapshot": "best" if path.stem.endswith("_best") else "unknown",
     }
@@ -83,10 +88,8 @@ def _from_name(name: str) -> dict[str, Any]:
 
 def _number(text: str) -> int | float | str:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 
@@ -140,12 +143,3 @@ def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor
     except RuntimeError:
         raise InputError(f"{path}: the shapes of its W_q, W_k and W_v do not fit each other.") from None
     return ours
-
-
-def _task(name: object) -> str | None:
-    """Return our name of the task; None if unknown, and for ListOps, whose ids depend on the paper's data."""
-    try:
-        task = find_task(str(name)).name
-    except InputError:
-        return None
-    return None if task == "listops" else task

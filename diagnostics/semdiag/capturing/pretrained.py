@@ -119,7 +119,6 @@ def read_header(path: Path, file: BufferedReader) -> Any:
 
 
 def _numbers(config: dict[str, Any], depth: int = 5) -> list[tuple[str, int]]:
-    """Return the whole numbers of a configuration by name, nested ones included."""
     own = [(name, value) for name, value in config.items() if isinstance(value, int)]
     inner = [value for value in config.values() if isinstance(value, dict)] if depth else []
     return own + [pair for value in inner for pair in _numbers(value, depth - 1)]
@@ -171,12 +170,11 @@ def check_files(folder: Path) -> None:
 
 def _copy_in_cache(name: str) -> str:
     """Return the folder of a model of the Hub in this machine's cache; empty if there is none."""
-    try:
+    with suppress(ImportError, OSError, ValueError):
         from huggingface_hub import snapshot_download
 
         return f", like the copy in the cache, hf:{snapshot_download(name, local_files_only=True)}"
-    except (ImportError, OSError, ValueError):
-        return ""
+    return ""
 
 
 def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:
@@ -303,7 +301,6 @@ def _check_complete(spec: str, report: dict[str, Any], model: nn.Module) -> None
 
 
 def _sha256(files: Sequence[Path]) -> str:
-    """Return the hash of the files' concatenated content."""
     digest = hashlib.sha256()
     for path in files:
         with open_file(path) as file:

@@ -27,9 +27,8 @@ from semdiag.capturing.provenance.tags import address
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:  # runs again in each thread
-        self.names: list[str] = []
-        self.begun: type | None = None
+    names: tuple[str, ...] = ()
+    begun: type | None = None
 
 
 _RUNNING = _Running()
@@ -55,26 +54,21 @@ def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
     found = original(cls, name)
     if name == "_backward_cls":
         _RUNNING.begun = cls if torch.is_grad_enabled() else None
-    elif name == "forward" and _RUNNING.begun is cls:
-        _RUNNING.begun = None
-        return _recorded(cls.__name__, found)
-    return found
+    if name != "forward" or _RUNNING.begun is not cls:
+        return found
+    _RUNNING.begun = None
 
-
-def _recorded(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(found)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # else a function mode sees every property access
             tracked = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
-        if not tracked:
-            return forward(*args, **kwargs)
-        _RUNNING.names.append(name)
+        before, _RUNNING.names = _RUNNING.names, (*_RUNNING.names, *[cls.__name__] * tracked)
         try:
-            return forward(*args, **kwargs)
+            return found(*args, **kwargs)
         finally:
-            _RUNNING.names.pop()
+            _RUNNING.names = before
 
-    return run
+    return forward
 
 
 OWN_GRADIENTS = recording.SharedChange(lambda: recording.replaced(FunctionMeta, "__getattribute__", _found))
@@ -140,14 +134,24 @@ def _transforms() -> bool:
 class _Kinds(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kinds: list[str] = []
+        self.seen: list[str] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # true would import the compiler
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.kinds.append(plan_of(func).kind)
+        self.seen.append(plan_of(func).kind)
+        return func(*args, **(kwargs or {}))
+
+
+class _Names(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", ""))
         return func(*args, **(kwargs or {}))
 
 
@@ -163,7 +167,7 @@ def _operators() -> bool:
     for kind, run in ((kind, run) for kind, several in runs.items() for run in several):
         with _Kinds() as mode, torch.no_grad():
             run()
-        if kind not in mode.kinds and not (kind == "fused" and "softmax" in mode.kinds):
+        if kind not in mode.seen and not (kind == "fused" and "softmax" in mode.seen):
             return False
     return True
 
@@ -195,16 +199,6 @@ def _python_kernels() -> bool:
     return python_kernel(ours, (x,), {}) is not None and python_kernel(theirs, (x,), {}) is None
 
 
-class _Names(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(getattr(func, "__name__", ""))
-        return func(*args, **(kwargs or {}))
-
-
 def _functions() -> bool:
     """Return whether Python functions of attention have their expected names."""
     x, w, b = torch.zeros(1, 1, 2, device="cpu"), torch.zeros(6, 2, device="cpu"), torch.zeros(6, device="cpu")
@@ -215,7 +209,7 @@ def _functions() -> bool:
         torch.bmm(x, x.mT)
         F.multi_head_attention_forward(x, x, x, 2, 1, w, b, None, None, False, 0.0, w[:2], b[:2])
     needed = {"scaled_dot_product_attention", "softmax", "bmm", "multi_head_attention_forward"}
-    return needed <= {*mode.names} and bool({"matmul", "__matmul__"} & {*mode.names})
+    return needed <= {*mode.seen} and bool({"matmul", "__matmul__"} & {*mode.seen})
 
 
 def _modes() -> bool:
@@ -226,19 +220,18 @@ def _modes() -> bool:
         flags = [x for name, x in sorted(vars(module).items()) if isinstance(x, bool)]
         return [*flags, recording.modes_here()]
 
-    before, lower, upper = state(), _Kinds(), _Kinds()
-    function_lower, function_upper = _Names(), _Names()
-    modes: tuple[Any, ...] = (lower, upper, function_lower, function_upper)
+    before = state()
+    modes: tuple[_Kinds | _Names, ...] = (_Kinds(), _Kinds(), _Names(), _Names())
     for mode in modes:
-        mode.__enter__()
-    below, seen = recording.modes_here(), (upper.kinds, function_upper.names)
-    recording.take_off(lower)
-    recording.take_off(function_lower)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+    left = [mode for mode in recording.modes_here() if mode not in modes[::2]]
+    for mode in modes[::2]:
+        recording.take_off(mode)
     torch.zeros(1, device="cpu").exp()
-    removed = recording.modes_here() == [mode for mode in below if mode not in (lower, function_lower)]
-    for mode in (modes[3], modes[1]):
-        mode.__exit__(None, None, None)
-    return removed and all(seen) and not lower.kinds and not function_lower.names and state() == before
+    removed = recording.modes_here() == left
+    for mode in modes[:0:-2]:
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    return removed and [bool(mode.seen) for mode in modes] == [False, True, False, True] and state() == before
 
 
 def _storages() -> bool:
@@ -295,10 +288,7 @@ _TORCH: dict[str, Callable[[], bool]] = {
     "addresses of torch's storages": _storages,
     "Python's threads and pools": _threads,
 }
-_TRANSFORMERS: dict[str, Callable[[], bool]] = {
-    "AttentionInterface.get_interface": _interface,
-    "Cache.update of transformers": _caches,
-}
+_TRANSFORMERS = {"AttentionInterface.get_interface": _interface, "Cache.update of transformers": _caches}
 PROBES = _TORCH | _TRANSFORMERS
 _OLDER = "a class that looks up its attention without AttentionInterface.get_interface"
 
@@ -308,34 +298,36 @@ def broken_parts(model: nn.Module) -> list[str]:
     broken = [*_failed((*_TORCH,), str(torch.__version__))]
     classes: set[Any] = {type(part) for part in model.modules()}
     if any(kind.__module__.startswith("transformers.") for each in classes for kind in each.__mro__):
-        version = getattr(sys.modules.get("transformers"), "__version__", "")
-        broken += _failed((*_TRANSFORMERS,), f"{torch.__version__} {version}")
+        broken += _failed((*_TRANSFORMERS,), f"{torch.__version__} {_version()}")
         broken += [f"{_OLDER} ({kind.__name__})" for kind in classes if not _looks_up(kind)][:1]
     return broken
 
 
 def remarks_on(broken: Iterable[str]) -> list[Remark]:
     """Return a remark on each broken part."""
-    text = "{}: what is measured may be wrong or incomplete"
-    return [Remark("", text.format(_said(part)), "private-part") for part in broken]
+    return [
+        Remark("", f"{_said(part)}: what is measured may be wrong or incomplete", "private-part")
+        for part in broken
+    ]
 
 
 def refusal(broken: Iterable[str]) -> str:
     """Return the reason why a mask is refused."""
-    text = "; ".join(map(_said, broken))
-    return (
-        f"{text}: masks or their gradients could be wrong. Install a version of torch and transformers that works."
-    )
+    remedy = "Install a version of torch and transformers that works."
+    return f"{'; '.join(map(_said, broken))}: masks or their gradients could be wrong. {remedy}"
 
 
 def _said(part: str) -> str:
-    version = getattr(sys.modules.get("transformers"), "__version__", "not loaded")
-    return f"{part} behaves otherwise than semdiag knows (torch {torch.__version__}, transformers {version})"
+    versions = f"torch {torch.__version__}, transformers {_version()}"
+    return f"{part} behaves otherwise than semdiag knows ({versions})"
+
+
+def _version() -> str:
+    return getattr(sys.modules.get("transformers"), "__version__", "not loaded")
 
 
 @cache
 def _failed(names: tuple[str, ...], versions: str) -> tuple[str, ...]:
-    """Return the names of the probes that fail."""
     return tuple(name for name in names if not works(PROBES[name]))
 
 

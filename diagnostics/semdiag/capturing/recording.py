@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple, TypeGuard
 
@@ -18,11 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import is_autocast_available
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils import _python_dispatch as dispatch
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import NUMBERS_DIFFER, Audit, Captured, Remark, Skipped, bare_blocks, failure, remarks
@@ -99,7 +96,7 @@ class Recorder(threading.local):
         self.generator = torch.Generator().manual_seed(0)
         self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []
-        self._watched = watched
+        self._watched, self.masking = watched, watched.mask is not None  # whether the user put a mask on the model
         self.forget()
 
     def forget(self) -> None:
@@ -109,11 +106,6 @@ class Recorder(threading.local):
         self.running: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
         self._calls, self._mask_calls = Counter[str](), Counter[str]()
-
-    @property
-    def masking(self) -> bool:
-        """Whether the user put a mask on the model: see :meth:`kept`."""
-        return self._watched.mask is not None
 
     @property
     def listening(self) -> bool:
@@ -207,13 +199,12 @@ class Recorder(threading.local):
         if not self.running or self.closed:
             return None
         self.shared, running, shapes = True, [*self.running], [*self.shapes]
-        state = self.covered, self.heads, self._calls, self._mask_calls
+        state = {name: getattr(self, name) for name in ("shared", "covered", "heads", "_calls", "_mask_calls")}
 
         def go_on() -> bool:
             if self.running or self.closed:
                 return False
-            self.shared, self.running, self.shapes = True, [*running], [*shapes]
-            self.covered, self.heads, self._calls, self._mask_calls = state
+            vars(self).update(state, running=[*running], shapes=[*shapes])
             return True
 
         return go_on
@@ -273,11 +264,15 @@ class Recorder(threading.local):
         with self._watched.lock:
             self.audit.skipped[Skipped(self.module if module is None else module, operation, reason)] += 1
 
-    def failed(self, operation: str, error: Exception, module: str | None = None) -> None:
-        """Note a failure of the watch itself, which is no reason to stop the model."""
-        if error is self._watched.failure:
-            raise error
-        self.skip(operation, failure(error), module)
+    @contextmanager
+    def guarded(self, operation: str, module: str | None = None) -> Iterator[None]:
+        """Note a failure of the watch itself in the context, which is no reason to stop the model."""
+        try:
+            yield
+        except Exception as error:
+            if error is self._watched.failure:
+                raise
+            self.skip(operation, failure(error), module)
 
 
 def runs_masked(model: nn.Module) -> bool:
@@ -290,7 +285,7 @@ def outside_all_modes(device: str) -> Iterator[None]:
     """Run, in the context, without gradient, autocast, and anyone's function or dispatch modes."""
     cast = is_autocast_available(device) and torch.is_autocast_enabled(device)
     plain = torch.autocast(device, enabled=False) if cast else contextlib.nullcontext()
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(), plain:
+    with torch._C.DisableTorchFunction(), dispatch._disable_current_modes(), torch.no_grad(), plain:
         yield
 
 
@@ -397,13 +392,13 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
 
 
 def _kind(mode: object) -> Any:
-    return TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
+    return TorchFunctionMode if isinstance(mode, TorchFunctionMode) else dispatch.TorchDispatchMode
 
 
 def modes_here() -> list[Any]:
     """Return the function and dispatch modes of this thread, each from the lowest on."""
     functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [*functions, *_get_current_dispatch_mode_stack()]
+    return [*functions, *dispatch._get_current_dispatch_mode_stack()]
 
 
 def put_on(mode: object) -> None:
@@ -431,8 +426,7 @@ def put_below(mode: object, others: Callable[[object], bool] | None) -> bool:
 def _restack(kind: Any, wanted: list[Any]) -> None:
     """Make the modes of a kind those that are wanted, from the lowest on."""
     now = [mode for mode in modes_here() if _kind(mode) is kind]
-    pairs = zip(now, wanted, strict=False)
-    alike = next((i for i, (one, other) in enumerate(pairs) if one is not other), min(len(now), len(wanted)))
+    alike = len([*takewhile(lambda pair: pair[0] is pair[1], zip(now, wanted, strict=False))])
     for mode in reversed(now[alike:]):
         kind.__exit__(mode, None, None, None)
     for mode in wanted[alike:]:
@@ -443,19 +437,13 @@ def _restack(kind: Any, wanted: list[Any]) -> None:
 def without_modes() -> Iterator[None]:
     """Run, inside, without the modes of this thread; those that something leaves there are taken off."""
     before = modes_here()
-
-    def take_off_all() -> None:
-        for mode in reversed(modes_here()):
-            _kind(mode).__exit__(mode, None, None, None)
-
     try:
-        take_off_all()
+        for kind in (TorchFunctionMode, dispatch.TorchDispatchMode):
+            _restack(kind, [])
         yield
     finally:
-        if modes_here() != before:
-            take_off_all()
-            for mode in before:
-                put_on(mode)
+        for kind in (TorchFunctionMode, dispatch.TorchDispatchMode):
+            _restack(kind, [mode for mode in before if _kind(mode) is kind])
 
 
 Entered = Callable[[], AbstractContextManager[None]]
@@ -514,9 +502,11 @@ def _started(start: Callable[..., Any], thread: threading.Thread) -> Any:
     return start(thread)
 
 
-def _given(
-    method: Callable[..., Any], pool: object, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _begun(start: Callable[..., Any], run: Callable[..., Any], *args: Any) -> Any:
+    return start(_carried(run), *args)
+
+
+def _given(method: Any, pool: object, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return method(pool, _carried(function), *args, **kwargs)
 
 
@@ -526,9 +516,7 @@ def _starts() -> Iterator[None]:
     pools = ((ThreadPoolExecutor, "submit"), *((ThreadPool, name) for name in _GIVING))
     with undone() as stack:
         stack.enter_context(replaced(threading.Thread, "start", _started))
-        stack.enter_context(
-            replaced(_thread, "start_new_thread", lambda start, run, *args: start(_carried(run), *args))
-        )
+        stack.enter_context(replaced(_thread, "start_new_thread", _begun))
         for owner, name in pools:
             stack.enter_context(replaced(owner, name, _given))
         yield

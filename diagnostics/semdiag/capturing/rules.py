@@ -26,16 +26,16 @@ class TopK:
         window: keys less than this many positions from the query are always kept; 1 keeps the query's own key.
         block: above 1, k counts blocks of this many consecutive keys, from the first key that is not padding.
         by: score of a block: ``weight``, the attention weight of its keys; ``best``, their largest score;
-            ``mean``, the mean of their scores, which is the score of their mean key.
-        shared: heads that keep the same keys: ``head``, each its own; ``group``, heads with the same key head;
-            ``layer``, all heads of a layer. Keys are then ranked by their mean attention weight over these heads.
+            ``mean``, their mean score.
+        shared: heads that keep the same keys, ranked by their mean attention weight over these heads: ``head``,
+            each its own; ``group``, heads with the same key head; ``layer``, all heads of a layer.
         every: with ``shared="layer"``, number of consecutive layers that use the keys of the first of them.
         centred: where queries also see later keys, whether ``window`` is the number of nearest keys in all, not of
             those on each side.
-        query_block: above 1, k keys or blocks are chosen for a tile of this many consecutive queries, as kernels
-            do, by the scores of the whole tile: the mean over the heads that share a choice (of ``best`` the
-            largest). Where queries see no later keys, the blocks of the tile's own positions are always kept, and
-            count among the k. Tiles begin at the first query that is not padding; padded queries have no say.
+        query_block: above 1, k keys or blocks are chosen for a tile of this many consecutive queries by the scores
+            of the whole tile: the mean over the heads that share a choice (of ``best`` the largest). Where queries
+            see no later keys, the blocks of the tile's own positions are kept, and count among the k. Tiles begin
+            at the first query that is not padding.
         estimate: in place of exact scores, the name of an estimate (mean, quest, antidiagonal, last), or a
             function like :func:`~semdiag.mathematics.block_estimates.mean_estimate`, of the tokens of one text
             without padding. It needs ``query_block``.
@@ -107,8 +107,7 @@ class TopP:
 class RandomK:
     """A control: each query keeps its sinks, its window, and k of its other keys, drawn at random.
 
-    The draw depends on seed, layer, head and position, not on batch or device: it is the same for all samples and
-    in every forward pass.
+    The draw depends on seed, layer, head and position: it is the same for all samples and in every forward pass.
 
     Args:
         k: number of keys drawn, 0 or more; or one number for each head.
@@ -132,8 +131,7 @@ class RandomK:
 def Window(width: int, sinks: int = 0) -> TopK:  # noqa: N802 (reads as a kind of mask)
     """Each query keeps ``width`` keys in all: the first ``sinks`` keys, and the nearest other keys.
 
-    In a causal model it keeps as many keys as ``TopK(width)``. In other models the window is cut off at both ends
-    of the sequence, or covers the sinks; queries there keep fewer.
+    In a causal model it keeps as many keys as ``TopK(width)``; in others, queries near both ends keep fewer.
 
     Args:
         width: number of kept keys, above ``sinks``; in a causal model, the query's own key and the

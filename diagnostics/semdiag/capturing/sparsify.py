@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from semdiag.capturing import masked_attention
 from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
@@ -20,14 +21,7 @@ from semdiag.capturing.audit import Audit, Remark, Skipped
 from semdiag.capturing.call_strips import counted, narrowed, number_of_keys
 from semdiag.capturing.kept_keys import SharedChoices, all_kept
 from semdiag.capturing.loading import imported_function, recognised
-from semdiag.capturing.masked_attention import (
-    FAILED,
-    as_computed,
-    attended,
-    check_memory,
-    out_of_memory,
-    why_dense,
-)
+from semdiag.capturing.masked_attention import as_computed, attended, out_of_memory, why_dense
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
@@ -155,12 +149,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     choice of keys has none. Nothing is left behind. :func:`semdiag.capture` and :class:`semdiag.Monitor`, opened
     around or inside this context, see what the masked model attends to.
 
-    Cost: fused attention is replaced by one that holds no mask: strips of rows, whose scores are computed once; a
-    window computes only the keys near it. On a GPU, from 512 queries, top-k and top-p masks, windows and sinks run
-    in torch's FlexAttention with a threshold for each row, halfway between the last kept and the first dropped
-    score (the audit counts rows where the two are within rounding), and blocks and tiles with a table of blocks.
-    Where another watch has to see the mask, a bias is learned, weights are dropped at random, or attention is
-    written by hand, the mask is a tensor of B · H · Lq · Lk bytes.
+    Cost: see docs/performance.md. Fused attention is replaced by one that holds no mask; where another watch has
+    to see the mask, a bias is learned, weights are dropped at random, or attention is written by hand, the mask is
+    a tensor of B · H · Lq · Lk bytes. On a GPU the audit counts rows in which rounding could change the choice.
 
     Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
     Efficient Streaming Language Models with Attention Sinks. Deviation: none.
@@ -177,10 +168,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
 
     Raises:
         InputError: (in the forward pass, or at the end of the context) unless ``partial``, if some attention
-            cannot be masked, or a mask was put on a softmax of products whose weights met no values (a pointer's);
-            if there is no attention; if it runs in another thread; under activation checkpointing, or with a
-            gradient in an ``autograd.Function``, whose backward passes know no mask; if a window or sinks need
-            positions that are unknown; if ``keep`` is no rule or does not fit the model; or if memory runs out.
+            cannot be masked; if there is none; in another thread; under activation checkpointing, or with a
+            gradient in an ``autograd.Function``; if a window or sinks need positions that are unknown; if ``keep``
+            is no rule or does not fit the model; or if memory runs out.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -223,7 +213,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         elif not choice.whole:
             if reason is not None:
                 masked.audit.remarks[Remark(call.module, f"its mask is a tensor of queries × keys: {reason}")] += 1
-            check_memory(call)
+            masked_attention.check_memory(call)
             with outside_all_modes(call.q.device.type):
                 if (chosen := all_kept(choice)) is not None:
                     output, number = chosen[0], counted(narrowed(chosen[0]))
@@ -257,26 +247,19 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     except torch.OutOfMemoryError as error:
         raise InputError(f"The masked model needs more memory: {out_of_memory(error)}") from error
     finally:
-        _note_rounding(masked)
+        remarks, close = masked.audit.remarks, sum(map(int, masked._close))
+        if close:
+            text = "the last kept and the first dropped score are within rounding of each other"
+            remarks[
+                Remark("", f"in {close:,} rows, {text}: there, the threshold may have kept the other one")
+            ] += 1
+        for reason in masked_attention.FAILED[1:]:
+            remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
     if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)
 
 
-def _note_rounding(masked: Masked) -> None:
-    """Note how many rows have a last kept and a first dropped score within rounding, and why no kernel ran."""
-    close = sum(int(number) for number in masked._close)
-    if close:
-        text = (
-            f"in {close:,} rows, the last kept and the first dropped score are within rounding of each other: "
-            "there, the threshold may have kept the other one"
-        )
-        masked.audit.remarks[Remark("", text)] += 1
-    for reason in FAILED[1:]:
-        masked.audit.remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
-
-
 def _check(masked: Masked, partial: bool) -> None:
-    """Raise if some attention ran without the mask."""
     if not (masked.calls or masked.audit.skipped or masked.audit.captured):
         raise InputError("No softmax attention was found in the model: there is nothing to mask.")
     if partial:

@@ -20,7 +20,7 @@ def _check(
         "What every model must satisfy, like \"dispersion.p95 < 10\". Repeatable. First a quantity: dispersion, "
         "separation or load with .mean or .p0 … .p100, or accuracy or residual (how far attention recomputed "
         "from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and layers, any of "
-        "layer=0 attention=topk task=even-pairs model=*seed-1*.", autocompletion=options.names(options.RULES),
+        "layer=0 attention=topk task=even-pairs model=*seed-1*.",
     )] = None,
     baseline: Annotated[Path | None, _judged(
         "JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
@@ -48,7 +48,7 @@ def _check(
     """
     from semdiag.commands.printing import conclusion, print_check
     from semdiag.questions.mask_stability import NoisePlan
-    from semdiag.reporting.gate import PROBED, Expectations, junit_xml, parse_rule, read_baseline, verify
+    from semdiag.reporting.gate import PROBED, junit_xml, parse_rule, read_baseline, verify
     from semdiag_models import InputError
     from semdiag_models.reading import write_text
 
@@ -61,11 +61,11 @@ def _check(
     if baseline is None and "tolerance" in shared.typed:
         raise InputError("--tolerance applies to the numbers of a baseline: add --baseline FILE.")
     known = None if baseline is None else read_baseline(baseline)
-    expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
-    paired = not expected.rules and known is None  # which applies to encoders only
+    rules = [parse_rule(text) for text in rule or ()]
+    paired = not rules and known is None  # which applies to encoders only
     conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
     findings, _ = shared.measured(shared.values["models"], conditions)
-    result = verify(findings, expected)
+    result = verify(findings, rules, known, tolerance, every_layer)
     if junit is not None:
         write_text(junit, junit_xml(result))
     if not shared.values["quiet"]:

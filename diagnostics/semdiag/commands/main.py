@@ -129,8 +129,7 @@ _RARE = (
     "pad_as_token norm pooling hash_rounds hash_bits hashes clusters centroid_decay score_gradient "
     "holdout_samples fresh_samples seeds learning_rate_decay gradient_clip optimizer weight_decay precision "
     "compiled query_key_scale frozen exact snapshots overwrite threads text holdout_text vocabulary heads "
-    "width blocks global_tokens train_samples holdout gpus_per_run in_a_step retries records planes radius "
-    "radii grid lines points "
+    "width blocks global_tokens train_samples gpus_per_run in_a_step retries records planes radius grid "
 )
 _PLACEHOLDERS = {"<int": "N", "<float": "X", "<path": "PATH", "<str": "TEXT", "<bool": ""}  # by Typer's own
 

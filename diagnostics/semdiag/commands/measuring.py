@@ -333,7 +333,7 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
     if jobs is None and not ray:
         return None  # without importing the rest
 
-    from semdiag.measuring.survey import MeasuringOrder, one_thread, run_in_parallel, survey
+    from semdiag.measuring.survey import one_thread, run_in_parallel, survey
     from semdiag_models.training import find_device
 
     def run(
@@ -356,7 +356,7 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
                 return survey(loaded, replace(conditions, plans=plans), lambda path, steps: announce(path, 0))
 
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
-            orders = [(path, MeasuringOrder(path, decided)) for path in paths]
+            orders = [(path, (path, decided)) for path in paths]
             size = max(model.size for model in loaded)
             return run_in_parallel(orders, _workers(jobs, ray, len(orders), size), ended)
 

@@ -13,7 +13,7 @@ from semdiag.measuring.words import count, counted, four_digits, percent, plain,
 from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
 from semdiag.presenting.terminal import say, tell
 from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
-from semdiag.reporting.gate import LayerGate, Verification
+from semdiag.reporting.gate import Verification
 
 if TYPE_CHECKING:
     from semdiag.commands.sweep import RunResult
@@ -204,10 +204,10 @@ def _verdict(result: GateResult, percentile: str) -> str:
     return "FAILS" if percentile in result.failed else "holds"
 
 
-def _layers(gate: LayerGate) -> str:
-    if not gate.failing:
+def _layers(gate: GateResult) -> str:
+    if not gate.failed:
         return f"δ_h < δ_s at the median of each of the {len(gate.full)} layers"
-    judged = [n for n in gate.failing if n not in gate.unknown]
+    judged = [n for n in gate.failed if n not in gate.unknown]
     parts = [f"layer {n} ({three_digits(gate.topk[n])} against {three_digits(gate.full[n])})" for n in judged]
     sentences = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
     unjudged = ", ".join(f"layer {n}" for n in gate.unknown)

@@ -18,7 +18,6 @@ def _cut(rows: Tensor, size: int, value: float = 0.0, axis: int = -2) -> Tensor:
 
 
 def _grouped(k: Tensor, heads: int) -> Tensor:
-    """Return keys (Hk, n, D) with one head for each query head."""
     return k.repeat_interleave(heads // len(k), 0)
 
 
@@ -28,8 +27,7 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
     ``weight``: ln Σ_{j in block} exp(z_ij);  ``best``: max_j z_ij;  ``mean``: the mean z_ij of its visible keys,
     all in nats; -inf for hidden keys, and for blocks without a visible one. The last block may have fewer keys.
 
-    Formula: docs/theory.md#blocks.
-    Source: none; these are the exact choices beside which estimates are judged. Deviation: none.
+    Source: docs/theory.md#blocks. Deviation: none.
 
     Example:
         >>> block_scores(torch.tensor([0.0, 1.0, 5.0]), 2, "best").tolist()
@@ -51,12 +49,9 @@ class TileSums:
     """What the queries of tiles find in blocks of keys, added up strip by strip; tensors (B, H, T + 1, N).
 
     Over the visible pairs of a query i of the tile and a key j of the block, with scores z_ij in nats and weights
-    p_ij (docs/theory.md):
-
-        gap = max_i (max_{j in block} z_ij − max_{j in this or an earlier block} z_ij), ≤ 0
-
-    A kernel that goes through the blocks in their order skips a tile whose gap is below −λ: every score in it is
-    more than λ nats below the running maximum of its row, so that its weight is below exp(−λ) times the largest.
+    p_ij: gap = max_i (max_{j in block} z_ij − max_{j in this or an earlier block} z_ij), ≤ 0. A kernel that goes
+    through the blocks in their order skips a tile whose gap is below −λ: its weights are below exp(−λ) times the
+    largest.
 
     Source: for the gap, Yuan et al. 2025, BLASST (arXiv 2512.12087), whose threshold is exp(−λ). Deviation: sinks
     do not count in the running maximum.
@@ -106,9 +101,8 @@ def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, blo
     (H, ⌈Lq / query_block⌉, ⌈Lk / block⌉). Queries (H, Lq, D) are times the scale of the scores; keys are
     (Hk, Lk, D), Hk divides H; positions (Lq,) int64 are the last key that each query may see.
 
-    Formula: docs/theory.md#blocks.
-    Source: Jiang et al. 2024, MInference (block-sparse heads), and the pooling in front of SeerAttention's learned
-    gate (Gao et al. 2024). Deviation: no gate is learned; positions are not used.
+    Source: docs/theory.md#blocks; Jiang et al. 2024, MInference (block-sparse heads); Gao et al. 2024,
+    SeerAttention. Deviation: no gate is learned; positions are not used.
 
     Example:
         >>> mean_estimate(torch.ones(1, 2, 1), torch.tensor([[[1.0], [3.0], [4.0]]]), torch.tensor([1, 2]), 2, 2)
@@ -125,12 +119,10 @@ def quest_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, bl
     """Return an upper bound of the scores in each block, from the smallest and largest entries of its keys.
 
     e_tn = max_{i in tile t} Σ_d max(q_id · min_{j in n} k_jd, q_id · max_{j in n} k_jd) ≥ max q_i · k_j.
-
-    Formula: docs/theory.md#blocks.
-    Source: Tang et al. 2024, Quest (mit-han-lab/Quest, evaluation/quest_attention.py). Deviation: Quest chooses
-    pages for one query while decoding; for a tile the largest bound of its queries counts.
-
     Arguments, result and unit as of :func:`mean_estimate`.
+
+    Source: docs/theory.md#blocks; Tang et al. 2024, Quest (mit-han-lab/Quest, evaluation/quest_attention.py).
+    Deviation: Quest chooses for one query; for a tile the largest bound of its queries counts.
 
     Example:
         >>> keys = torch.tensor([[[1.0, -1.0], [-1.0, 1.0]]])
@@ -146,13 +138,10 @@ def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: 
     """Return the weight of each block, from the scores on one antidiagonal of every small square.
 
     With s the largest number up to 16 that divides both block sizes, a_uv = (1/s) Σ_{m<s} q_{su+s−1−m} · k_{sv+m},
-    and e_tn = Σ_{u in t} Σ_{v in n} softmax_v(a_uv).
+    and e_tn = Σ_{u in t} Σ_{v in n} softmax_v(a_uv). Arguments as of :func:`mean_estimate`.
 
-    Formula: docs/theory.md#blocks.
-    Source: Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py, ``inverse``).
+    Source: docs/theory.md#blocks; Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py).
     Deviation: s = 16 where it divides; blocks are ranked, not taken up to a share of the weight.
-
-    Arguments and result as of :func:`mean_estimate`, weights added up over a tile.
 
     Example:
         >>> one = torch.ones(1, 4, 1)
@@ -175,13 +164,10 @@ def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int
 
     From the weights p of the last min(query_block, Lq) queries: vertical lines v_j = mean_i p_ij, and slash lines
     s_o = mean_i p_{i, position(i) − o}, which are left out where queries see every key. Then
-    e_tn = Σ_{j in n} v_j + mean_{i in t} Σ_{j in n} s_{position(i) − j}.
+    e_tn = Σ_{j in n} v_j + mean_{i in t} Σ_{j in n} s_{position(i) − j}. Arguments as of :func:`mean_estimate`.
 
-    Formula: docs/theory.md#blocks.
-    Source: Jiang et al. 2024, MInference (vertical-slash heads). Deviation: MInference keeps the best lines; here
-    the weight of all lines ranks blocks.
-
-    Arguments and result as of :func:`mean_estimate`, weights.
+    Source: docs/theory.md#blocks; Jiang et al. 2024, MInference (vertical-slash heads). Deviation: the weight of
+    all lines ranks blocks, not that of the best.
 
     Example:
         >>> last_tile_estimate(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([0, 1]), 1, 1)
@@ -189,9 +175,8 @@ def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int
                  [1.0000, 1.0000]]])
     """
     length, device, first = k.shape[1], q.device, max(0, q.shape[1] - query_block)
-    places = torch.arange(length, device=device)
     scores = q[:, first:] @ _grouped(k, len(q)).mT
-    back = positions[first:, None] - places
+    back = positions[first:, None] - torch.arange(length, device=device)
     weights = scores.masked_fill(back < 0, -torch.inf).softmax(-1)
     vertical = _cut(weights.mean(1)[..., None], block).sum(2)[..., 0][:, None]
     tiles = -(-q.shape[1] // query_block)

@@ -1,4 +1,4 @@
-"""Times to learn: medians and log-rank tests of runs of which some were stopped early; predicted classes."""
+"""Times to learn: medians of runs of which some were stopped early; predicted classes."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,6 @@ from statistics import median
 import numpy as np
 import scipy
 from torch import Tensor
-
-# Relabellings of a permutation test: up to the first number all are tried, else the second number at random.
-_ALL, _SOME = 200_000, 20_000
 
 
 @dataclass(frozen=True)
@@ -29,10 +26,9 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
     """Return the median of draws that may be censored, with an interval from order statistics.
 
     The r-th smallest and the r-th largest of n draws enclose the median with probability 1 − 2 P(Binomial(n, ½) <
-    r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1. The largest r that reaches the
-    confidence is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the
-    low values (``-inf`` if unknown) and the upper end from the high ones, which equal the low ones where the draw
-    is a number. Without a draw, and for an empty range, there is a ValueError.
+    r), whatever the distribution: 50% for n = 2, 94% for 5 with r = 1. The largest r that reaches the confidence
+    is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the low values
+    and the upper end from the high ones. No draw, and an empty range, are a ValueError.
 
     Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
 
@@ -48,8 +44,7 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
         raise ValueError("The low value of a draw must not be above its high value.")
     below, above = sorted(lows), sorted(highs)
     ranks = [r for r in range(1, n // 2 + 1) if _coverage(n, r) >= confidence]
-    rank = max(ranks, default=1)
-    many = n > 1
+    rank, many = max(ranks, default=1), n > 1
     return MedianInterval(
         count=n,
         low=median(below),
@@ -76,48 +71,10 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
         raise ValueError("There is no median without runs.")
     if not any(arrived):
         return math.inf
-    censored = ~np.asarray(arrived, dtype=bool)
-    share = scipy.stats.ecdf(
-        scipy.stats.CensoredData.right_censored(np.asarray(durations, dtype=float), censored)
-    ).cdf
+    times, censored = np.asarray(durations, dtype=float), ~np.asarray(arrived, dtype=bool)
+    share = scipy.stats.ecdf(scipy.stats.CensoredData.right_censored(times, censored)).cdf
     there = share.quantiles[share.probabilities >= 0.5 - 1e-12]
     return float(there[0]) if len(there) else math.inf
-
-
-def logrank_p(
-    first: tuple[Sequence[float], Sequence[bool]], second: tuple[Sequence[float], Sequence[bool]]
-) -> float:
-    """Return the p-value of a two-sided log-rank test by permutation: do two sides arrive at different times?
-
-    Each run has the log-rank score d − Λ(t): its arrivals (0 or 1) minus the cumulative hazard of all runs at its
-    time (Nelson–Aalen). Scores sum to 0; the sum over one side is its observed minus its expected arrivals. p is
-    the share of relabellings with a sum as far from 0: all of them up to 200,000, else 20,000 random ones. A side
-    is the time at which each of its runs arrived or was stopped, and whether it arrived.
-
-    Source: Peto and Peto 1972. Deviation: permutations instead of the large-sample law, under which p < 0.05 is
-    too frequent by chance (9% of the cases with 3 runs a side, 7% with 10).
-
-    Example:
-        >>> logrank_p(([10, 11, 12], [True] * 3), ([20, 21, 22], [True] * 3))
-        0.1
-    """
-    times = np.concatenate([first[0], second[0]]).astype(float)
-    there = np.concatenate([first[1], second[1]]).astype(bool)
-    moments, arrivals = np.unique(times[there], return_counts=True)
-    hazard = np.cumsum(arrivals / (times >= moments[:, None]).sum(1))
-    scores = there - np.concatenate([[0.0], hazard])[np.searchsorted(moments, times, side="right")]
-    n = len(first[0])
-    if 1 in (n, len(times) - n):  # of which scipy makes no relabellings; all scores together are 0
-        sums = abs(scores).round(9)
-        return float((sums >= sums[0 if n == 1 else -1]).mean())
-    found = scipy.stats.permutation_test(
-        (scores[:n], scores[n:]),
-        lambda one, other, axis: abs(one.sum(axis)).round(9),  # sums in another order are equal
-        n_resamples=_ALL if math.comb(len(times), n) <= _ALL else _SOME,
-        alternative="greater",
-        random_state=np.random.default_rng(0),
-    )
-    return float(found.pvalue)
 
 
 def _coverage(n: int, rank: int) -> float:

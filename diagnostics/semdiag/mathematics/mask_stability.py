@@ -53,8 +53,8 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
     ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head, q (..., Lq, D), k (..., Lk, D), and
     eps the distance from 1 to the next number in the precision of the scores.
 
-    Source: docs/theory.md#mask-stability; γ_D of a dot product (Higham, Accuracy and Stability of Numerical
-    Algorithms, ch. 3). Deviation: four more roundings, for the scale and for differences.
+    Source: docs/theory.md#mask-stability (γ_D: Higham, Accuracy and Stability, ch. 3). Deviation: four more
+    roundings, for the scale and for differences.
 
     Example:
         >>> q, k = torch.ones(1, 64), torch.ones(3, 64)
@@ -70,11 +70,11 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
 def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
     """Return whether each row's set provably survives a change of the scores, S' = S, bool (...).
 
-    max_j dz_j − min_j dz_j < Δ, over all allowed keys, in nats. A kept key leads a dropped one by at least Δ
-    before the change, and the lead shrinks by at most the range of dz. False decides nothing.
+    max_j dz_j − min_j dz_j < Δ, over all allowed keys, in nats: by so much a kept key leads a dropped one, and so
+    much can the lead shrink. False decides nothing.
 
-    Source: docs/theory.md#mask-stability. Deviation: room for rounding. If every score is off by at most
-    ``rounding`` in all (before and after), Δ and the range are off by at most four times that.
+    Source: docs/theory.md#mask-stability. Deviation: if every score is off by at most ``rounding`` in all, Δ and
+    the range are off by at most four times that.
 
     Example:
         >>> certified(torch.tensor([0.1, 0.3]), torch.tensor([0.2, 0.2]))
@@ -89,8 +89,7 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
     P = Φ(Δ / sd), sd ≥ 0 the standard deviation of dz_(k) − dz_(k+1), both in nats: in [½, 1] for Δ ≥ 0; NaN if sd
     is unknown, and with sd = 0 nothing moves.
 
-    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too, so the whole set survives
-    less often, unless the changes are strongly correlated.
+    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap too.
 
     Example:
         >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))
@@ -104,10 +103,9 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
 def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) -> Tensor:
     """Return |S ∩ S'|, int64 (C, ...): how many keys of S are still among the k largest scores after C changes.
 
-    The m largest scores in S and the k − m largest outside make up S' for the largest m with s_(m) ≥ o_(k−m+1).
-    Most rows lose no key, which the ends of both lists show; only the others are sorted. A tie at the boundary
-    leaves the set unchanged. Scores z' are (C, ..., L), in nats; rows have more than k allowed keys; ``out`` is
-    working memory of that shape.
+    The m largest scores in S and the k − m largest outside make up S' for the largest m with s_(m) ≥ o_(k−m+1); a
+    tie at the boundary leaves the set unchanged. Scores z' are (C, ..., L), in nats; rows have more than k allowed
+    keys; ``out`` is working memory of that shape.
 
     Source: docs/theory.md#mask-stability. Deviation: none.
 
@@ -120,7 +118,7 @@ def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) ->
     inside = scores.gather(-1, before.positions.expand(*scores.shape[:-1], k))
     beyond = torch.add(scores, before.outside, out=out)
     common = torch.full(scores.shape[:-1], k, device=scores.device)
-    rows = (inside.amin(-1) < beyond.amax(-1)).flatten().nonzero().squeeze(-1)
+    rows = (inside.amin(-1) < beyond.amax(-1)).flatten().nonzero().squeeze(-1)  # most lose no key
     if len(rows):
         kept = inside.flatten(0, -2)[rows].sort(-1).values  # s_(k), …, s_(1)
         best = largest_scores(beyond.flatten(0, -2)[rows], k)[0][:, :k]  # o_(1), …, o_(k)
@@ -138,12 +136,10 @@ def heavy_hitter_pair_stability(
 ) -> Bound:
     """Return the sound ξ_h of given pairs of rows, with all assumptions of Theorem 5 checked on the rows.
 
-    δ_h is the larger dispersion and Δ_h the smaller separation of the two rows. Scores z and z' (..., keys) are in
-    nats; bool tensors of that shape name the unmasked keys S and S', at least one per row, and the allowed keys of
-    either. ln ξ_h is +inf for pairs that break an assumption.
+    Scores z and z' (..., keys) are in nats; bool tensors of that shape name the unmasked keys S and S', at least
+    one per row, and the allowed keys of either. ln ξ_h is +inf for pairs that break an assumption.
 
-    Source: docs/theory.md#heavy-hitter-stability. Deviation: δ_h and Δ_h are taken over both
-    rows; with one row's values the bound can be exceeded.
+    Source: docs/theory.md#heavy-hitter-stability. Deviation: δ_h is the larger and Δ_h the smaller of both rows.
 
     Example:
         >>> z, all_keys = torch.tensor([3.0, 2.0, 1.0]), torch.tensor([True, True, True])
@@ -159,23 +155,19 @@ def heavy_hitter_pair_stability(
         low = torch.where(kept, float64(z), math.inf).amin(dim=-1)
         ranges.append(torch.where(kept, float64(z), -math.inf).amax(dim=-1) - low)
         gaps.append(low - torch.where(keys_allowed & ~kept, float64(z), -math.inf).amax(dim=-1))
-    delta, gap = torch.maximum(*ranges), torch.minimum(*gaps)
-    keys = torch.maximum(selected.sum(dim=-1), other_selected.sum(dim=-1))
-    bound = heavy_hitter_stability(delta, gap, keys)
-    size_differs = selected.sum(dim=-1) != other_selected.sum(dim=-1)
-    allowed_differ = (allowed != other_allowed).any(dim=-1)
-    not_top = gap < 0
+    gap, sizes = torch.minimum(*gaps), (selected.sum(dim=-1), other_selected.sum(dim=-1))
+    bound = heavy_hitter_stability(torch.maximum(*ranges), gap, torch.maximum(*sizes))
+    size_differs, allowed_differ = sizes[0] != sizes[1], (allowed != other_allowed).any(dim=-1)
     checks = (
         _holds_in_all("both rows have the same number of unmasked keys", "rows that differ", size_differs),
         _holds_in_all("both rows have the same allowed keys", "rows that differ", allowed_differ),
-        _holds_in_all("each row keeps its highest-scoring allowed keys", "rows that do not", not_top),
+        _holds_in_all("each row keeps its highest-scoring allowed keys", "rows that do not", gap < 0),
     )
     log_xi = torch.where(size_differs | allowed_differ, math.inf, bound.log_value)
     return Bound(log_xi, merged([checks, bound.assumptions]), bound.source)
 
 
 def _holds_in_all(statement: str, name: str, broken: Tensor) -> Assumption:
-    """Return the assumption that no row is broken."""
     count = int(broken.sum())
     return Assumption(statement, {name: count}, holds=count == 0)
 

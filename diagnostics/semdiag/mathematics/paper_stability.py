@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.bounds.block_bounds import Assumption, Bound
-from semdiag.mathematics.score_strips import Scores, ScoreStrip
+from semdiag.mathematics.score_strips import Scores, ScoreStrip, as_mask
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability, positive_separation
 from semdiag.mathematics.spectral_norms import Real, float64, log_one_plus_inverse
 
@@ -19,9 +19,8 @@ def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 
     Arguments and errors as of :func:`~semdiag.mathematics.softmax_stability.fixed_mask_stability`.
 
-    Source: paper, the ξ of standard and of input-agnostic sparse attention
-    (docs/theory.md#paper-stability). Deviation: none. Below :func:`paper_form_threshold` it is too small for an
-    ℓ1 constant (docs/theory.md#where-the-paper-form-fails), which the returned assumption says.
+    Source: paper, ξ of standard and input-agnostic attention (docs/theory.md#paper-stability). Deviation: none.
+    Below :func:`paper_form_threshold` it is too small for an ℓ1 constant, which the returned assumption says.
 
     Example:
         >>> bound = paper_fixed_mask_stability([1.0, 90.0], 40)
@@ -68,8 +67,7 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
 def paper_form_threshold(keys: Real) -> Tensor:
     """Return the dispersion in nats below which some pairs of rows of n ≥ 1 keys exceed e^δ/n.
 
-    The largest δ with e^δ/n < ξ*(δ, n), which is e^δ < sqrt(2n(n − 1)) − (n − 1); 0 for n ≤ 2, where the paper's
-    form is never exceeded. n < 1 is a ValueError.
+    The largest δ with e^δ/n < ξ*(δ, n): e^δ < sqrt(2n(n − 1)) − (n − 1); 0 for n ≤ 2. ValueError if n < 1.
 
     Source: docs/theory.md#where-the-paper-form-fails. Deviation: not in the paper.
 
@@ -89,14 +87,10 @@ def _not_below(log_paper: Tensor, log_sound: Tensor) -> Assumption:
     """Return the assumption that the paper's constant is at least the sound one, as an upper bound must be."""
     below = ~(log_paper >= log_sound - 1e-12)
     ratio = torch.where(below, log_sound - log_paper, 0.0).exp()
-    return Assumption(
-        "the paper's form is not below the sound form (as an ℓ1 constant)",
-        {
-            "rows below the sound form": int(below.sum()),
-            "sound over paper, at most": ratio.max().item() if ratio.numel() else math.nan,
-        },
-        holds=not bool(below.any()),
-    )
+    most = ratio.max().item() if ratio.numel() else math.nan
+    numbers = {"rows below the sound form": int(below.sum()), "sound over paper, at most": most}
+    statement = "the paper's form is not below the sound form (as an ℓ1 constant)"
+    return Assumption(statement, numbers, holds=not bool(below.any()))
 
 
 _MOST = 2**19  # numbers of truncated outputs held at a time, to fit the CPU cache
@@ -128,26 +122,24 @@ def truncations(
     """Return the change of each query's output if the query keeps its k largest scores, for each k of ``ks``.
 
     o(k) − o = τ (μ_kept − μ_dropped), with τ the dropped weight, and μ the weighted means of the values over kept
-    and dropped keys. A sink counts as a kept key of value 0. Where a row has at most k keys, nothing is dropped,
-    and the change is rounding; NaN for rows without keys.
+    and dropped keys. A sink counts as a kept key of value 0. Where a row has at most k keys, the change is
+    rounding; NaN for rows without keys.
 
     Source: docs/theory.md#truncation; not in the paper. Deviation: computed as the equal μ_kept − o.
 
     Args:
         scores: scores of R queries (those at its ``places``, if given), in float32 or float64.
         values: (B, Hk, Lk, D); Hk divides H.
-        largest: the largest scores of each row in descending order (B, H, R, ≥ K), -inf beyond the number of keys,
-            and the positions of their keys (B, H, R, K).
+        largest: the largest scores of each row in descending order (B, H, R, ≥ K), and their keys (B, H, R, K).
         log_sum_exp: (B, H, R), logsumexp of each row, including the sink.
         ks: values of k in ascending order, from 1 to K.
         first: (B, H), position of the first key.
-        sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
-        projection: (H, D, d), map of each head's output into the residual stream; None means none.
+        sinks: (H,) a further logit per head in the softmax's denominator, without a value.
+        projection: (H, D, d), map of each head's output into the residual stream.
 
     Example:
-        >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])  # weights of 1/2 each
-        >>> scores = Scores(one, torch.zeros(1, 1, 2, 1), 1.0)
-        >>> top = torch.zeros(1, 1, 1, 2), torch.tensor([[[[0, 1]]]])
+        >>> scores = Scores(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 2, 1), 1.0)  # weights of 1/2 each
+        >>> two, top = torch.tensor([[[[1.0], [3.0]]]]), (torch.zeros(1, 1, 1, 2), torch.tensor([[[[0, 1]]]]))
         >>> truncated = truncations(scores, two, top, torch.tensor([[[2.0]]]).log(), [1], torch.tensor([[0]]))
         >>> round(truncated.change.item(), 5), round(truncated.size.item(), 5)  # 1/2 · (1 − 3), and their mean, 2
         (1.0, 2.0)
@@ -234,10 +226,7 @@ def top_recall(
         scores = (q[part] * scale) @ k[part].transpose(2, 3)
         if allowed is not None:
             scores = scores.masked_fill(~(allowed[part] if len(allowed) > 1 else allowed), -torch.inf)
-        kept = torch.zeros(*scores.shape[:-1], scores.shape[-1] + 1, dtype=torch.bool, device=q.device)
-        chosen = selected[part]
-        kept.scatter_(-1, chosen.where(chosen >= 0, scores.shape[-1]), True)
-        best = scores.topk(top, -1)
+        kept, best = as_mask(selected[part], scores.shape[-1]), scores.topk(top, -1)
         wanted = best.values > -torch.inf
         hits = (kept.gather(-1, best.indices) & wanted).sum(-1)
         parts.append(hits.to(q.dtype) / wanted.sum(-1))

@@ -31,9 +31,8 @@ class Plane:
 def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:
     """Return a Gaussian direction (n,) whose part in each tensor has the tensor's norm; zero outside the tensors.
 
-    Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale. The generator is
-    on the CPU, so that draws depend on neither the device nor the precision of the origin, the vector of all
-    parameters.
+    Moving along it by r changes every tensor by r times its Frobenius norm. The generator is on the CPU, so that
+    draws depend on neither the device nor the precision of the origin, the vector of all parameters.
 
     Source: docs/theory.md#empirical. Deviation: none (the paper also scales tensor by tensor).
 
@@ -43,15 +42,14 @@ def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.
         >>> round(d[:2].norm().item(), 4), d[2:].any().item()
         (5.0, False)
     """
-    drawn = _gaussian(origin, generator)
-    return _as_long_as(origin, drawn, tensors)
+    return _as_long_as(origin, _gaussian(origin, generator), tensors)
 
 
 def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Plane:
     """Return a plane through the origin along two of :func:`random_direction`, orthogonal in every tensor.
 
-    A circle in (x, y) is then a circle in parameter space: the distance is hypot(x, y) · ‖origin‖. A tensor of
-    a single number has no orthogonal direction; the second one does not move it.
+    The distance from the origin is then hypot(x, y) · ‖origin‖. The second direction does not move a tensor of a
+    single number.
 
     Source: docs/theory.md#empirical. Deviation: the second direction is made orthogonal to the first.
     """
@@ -71,7 +69,6 @@ def _gaussian(origin: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _as_long_as(origin: Tensor, drawn: Tensor, tensors: Sequence[slice]) -> Tensor:
-    """Scale each tensor's part to that tensor's norm."""
     scaled = torch.zeros_like(origin)
     for part in tensors:
         length = drawn[part].norm()

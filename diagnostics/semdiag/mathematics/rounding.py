@@ -26,12 +26,11 @@ class NumberFormat:
 
 
 FORMATS: dict[str, NumberFormat] = {
-    "float64": NumberFormat("float64", 53, -1022, torch.finfo(torch.float64).max),
-    "float32": NumberFormat("float32", 24, -126, torch.finfo(torch.float32).max),
-    "bfloat16": NumberFormat("bfloat16", 8, -126, torch.finfo(torch.bfloat16).max),
-    "float16": NumberFormat("float16", 11, -14, 65504.0),
-    "float8_e4m3fn": NumberFormat("float8_e4m3fn", 4, -6, 448.0),
-    "float8_e5m2": NumberFormat("float8_e5m2", 3, -14, 57344.0),
+    name: NumberFormat(name, digits, exponent, torch.finfo(getattr(torch, name)).max)
+    for name, digits, exponent in (
+        *(("float64", 53, -1022), ("float32", 24, -126), ("bfloat16", 8, -126)),
+        *(("float16", 11, -14), ("float8_e4m3fn", 4, -6), ("float8_e5m2", 3, -14)),
+    )
 }
 _SHORT = {
     "fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16",
@@ -42,15 +41,14 @@ _SHORT = {
 def number_format(name: str) -> NumberFormat:
     """Return a format by torch's name ("bfloat16") or by a short name ("bf16"); an unknown one is an InputError.
 
-    Source: docs/theory.md#rounded-scores; digits and exponents are those of ``torch.finfo``. Deviation: none.
+    Source: docs/theory.md#rounded-scores. Deviation: none.
 
     Example:
         >>> number_format("bf16").digits
         8
     """
     known = str(name).removeprefix("torch.")
-    known = _SHORT.get(known, known)
-    if known not in FORMATS:
+    if (known := _SHORT.get(known, known)) not in FORMATS:
         raise unknown_name("number format", str(name), [*FORMATS, *_SHORT])
     return FORMATS[known]
 
@@ -91,10 +89,7 @@ def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor
         >>> last_places(torch.tensor(0.25), torch.tensor(3.0), FORMATS["float8_e4m3fn"]).item()
         1.0
     """
-    size = score.double().abs().clamp(max=kind.largest)
-    exponent = torch.frexp(size).exponent.sub(1).clamp(min=kind.exponent)
-    exponent = torch.where(size > 0, exponent, kind.exponent)
-    return torch.ldexp(difference.double(), kind.digits - 1 - exponent)
+    return difference.double() / _last_place(score.double().clamp(-kind.largest, kind.largest), kind)
 
 
 _UNIT = 2.0**-24  # unit roundoff of float32, in which products are added
@@ -113,7 +108,6 @@ def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 
     Example:
-        >>> from semdiag.mathematics.rounding import FORMATS
         >>> rounded(torch.tensor([1.05, 2**-10, 1000.0]), FORMATS["float8_e4m3fn"]).tolist()
         [1.0, 0.0, 448.0]
     """
@@ -132,13 +126,12 @@ def _rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
 def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
     """Return an engine's scores in nats: operands in a format, sums in float32, then the score in the format.
 
-    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))); meaningless, perhaps NaN, where :func:`score_error` is infinite.
-    Arguments as of :func:`score_error`; float64 (..., Lq, Lk).
+    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))), float64 (..., Lq, Lk); perhaps NaN where :func:`score_error` is
+    infinite. Arguments as there.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 
     Example:
-        >>> from semdiag.mathematics.rounding import FORMATS
         >>> rounded_scores(torch.tensor([[1.05]]), torch.tensor([[2.0]]), 1.0, FORMATS["float8_e4m3fn"]).item()
         2.0
     """
@@ -158,11 +151,9 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncate
     sum can exceed float32's largest number, the head is wider than 2^20, |c| is neither zero nor between 2^−126
     and 2^126, or the format is finer than float32.
 
-    Source: docs/theory.md#rounded-operands; γ as in Higham, Accuracy and Stability of Numerical Algorithms, ch. 3;
-    not in the paper. Deviation: none.
+    Source: docs/theory.md#rounded-operands (γ: Higham, Accuracy and Stability, ch. 3). Deviation: none.
 
     Example:
-        >>> from semdiag.mathematics.rounding import FORMATS
         >>> error = score_error(torch.tensor([[1.05]]), torch.tensor([[2.0]]), 1.0, FORMATS["float8_e4m3fn"])
         >>> round(error.item(), 3)
         0.389

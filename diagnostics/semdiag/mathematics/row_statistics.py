@@ -14,14 +14,14 @@ def _strip_statistics(
     selected: Tensor | None,
     top: int,
     load: Tensor,
-    received: Tensor | None = None,
-    sinks: Tensor | None = None,
+    received: Tensor | None,
+    sinks: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return a strip's statistics by name, for :func:`_finished`; overwrite its scores.
 
-    ``load`` and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the largest score alone;
-    ``minimum`` is NaN if any score is; ``mean`` is Σ p z, for which statistics of S_i stand where positions are
-    selected.
+    ``load`` (of selected positions) and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the
+    largest score alone; ``minimum`` is NaN if any score is; ``mean`` is Σ p z, for which statistics of S_i stand
+    where positions are selected.
     """
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
@@ -44,7 +44,6 @@ def _strip_statistics(
     if not clean and (scores.is_cuda or not bool((finite | (keys == 0)).all())):
         found["non_finite"] = (~scores.isfinite()).sum(-1)
     if selected is None:
-        load += strip.load()
         if received is not None:
             log_sum_exp = found["top"][..., 0] - found["largest_weight"].log()
             share = _share(strip, log_sum_exp, sinks)[..., None, :]
@@ -135,7 +134,6 @@ def _with_sinks(statistics: dict[str, Tensor], sinks: Tensor) -> dict[str, Tenso
 
 
 def _nan_where(condition: Tensor, values: Tensor) -> Tensor:
-    """Return the values with NaN where the condition holds."""
     return values.masked_fill(condition, torch.nan)
 
 
@@ -145,67 +143,39 @@ _LARGER = 8  # factor of the strip size on an accelerator, where starting an ope
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    r"""Statistics of the scores z of each query; all shapes (B, H, Lq) unless stated otherwise.
+    """Statistics of the scores z of each query; all shapes (B, H, Lq) unless stated otherwise.
 
     A_i are the keys that query i may attend to, S_i the keys that it attends to. Scores are in nats.
 
     With an attention sink s_h, the softmax has a further outcome, with score s_h and no value. It is not a key:
-    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. The softmax includes it, and so do logsumexps, entropy
-    and weights; the keys' weights sum to less than 1. The bounds ξ stay valid, because a sink makes weights
-    smaller.
-
-    Attributes:
-        keys: int64, n_i = |A_i|.
-        kept: int64, k_i = |S_i|.
-        non_finite: int64, number of scores in A_i that are NaN or infinite.
-        maximum: largest score over A_i; -inf for a row without keys.
-        minimum: smallest score over A_i; +inf for a row without keys.
-        log_sum_exp: ln Σ exp(z) over A_i and the sink; -inf for a row without keys.
-        kept_maximum: largest score over S_i.
-        kept_minimum: smallest score over S_i.
-        kept_log_sum_exp: ln Σ exp(z) over S_i and the sink; -inf if S_i is empty.
-        dropped_maximum: largest score over A_i \ S_i; -inf if S_i = A_i.
-        entropy: -Σ p ln p of the attention weights over S_i and the sink, nats; NaN for a row without keys.
-        load: (B, H, Lk) int64, number of queries that attend to the key.
-        received: (B, H, Lk), weight that the key receives, Σ_i p_ij over the queries that count and whose scores
-            are finite; (B, H, 0) unless asked for.
-        top: (B, H, Lq, K+1), the largest scores over A_i in descending order, -inf if there are fewer.
-        top_keys: (B, H, Lq, K) int32, positions of the keys of the K largest, -1 if there are fewer.
-        top_load: (K, B, H, Lk) int32; entry k-1 is the key load if every query kept its k largest scores.
+    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. Logsumexps, entropy and weights include it: the keys'
+    weights sum to less than 1. The bounds ξ stay valid.
     """
 
-    keys: Tensor
-    kept: Tensor
-    non_finite: Tensor
-    maximum: Tensor
-    minimum: Tensor
-    log_sum_exp: Tensor
-    kept_maximum: Tensor
-    kept_minimum: Tensor
-    kept_log_sum_exp: Tensor
-    dropped_maximum: Tensor
-    entropy: Tensor
-    load: Tensor
-    top: Tensor
-    top_keys: Tensor
-    top_load: Tensor
-    received: Tensor
+    keys: Tensor  # int64, n_i = |A_i|
+    kept: Tensor  # int64, k_i = |S_i|
+    non_finite: Tensor  # int64, number of scores in A_i that are NaN or infinite
+    maximum: Tensor  # largest score over A_i; -inf for a row without keys
+    minimum: Tensor  # smallest score over A_i; +inf for a row without keys
+    log_sum_exp: Tensor  # ln Σ exp(z) over A_i and the sink; -inf for a row without keys
+    kept_maximum: Tensor  # largest score over S_i
+    kept_minimum: Tensor  # smallest score over S_i
+    kept_log_sum_exp: Tensor  # ln Σ exp(z) over S_i and the sink; -inf if S_i is empty
+    dropped_maximum: Tensor  # largest score over A_i \ S_i; -inf if S_i = A_i
+    entropy: Tensor  # -Σ p ln p of the attention weights over S_i and the sink, nats; NaN for a row without keys
+    load: Tensor  # (B, H, Lk) int64, number of queries that attend to the key
+    top: Tensor  # (B, H, Lq, K+1), largest scores over A_i in descending order, -inf if there are fewer
+    top_keys: Tensor  # (B, H, Lq, K) int32, positions of the keys of the K largest, -1 if there are fewer
+    top_load: Tensor  # (K, B, H, Lk) int32; entry k-1 is the key load if every query kept its k largest scores
+    received: Tensor  # (B, H, Lk), Σ_i p_ij over queries that count with finite scores; (B, H, 0) unless asked for
 
     def dispersion(self, k: int | None = None) -> Tensor:
         """Return the semantic dispersion δ: the range of the scores that a query attends to.
 
-        δ(i) = max_{S_i} z - min_{S_i} z. With k, each query keeps its k largest scores instead of S_i.
+        δ(i) = max_{S_i} z - min_{S_i} z, (B, H, Lq), ≥ 0, nats; NaN for a row without keys. With k, 1 … K, each
+        query keeps its k largest scores instead of S_i; another k is a ValueError.
 
         Source: paper, eq. 19. Deviation: none.
-
-        Args:
-            k: number of kept heavy hitters, 1 … K; None for the model's own S_i.
-
-        Returns:
-            (B, H, Lq), ≥ 0, nats; NaN for a row without keys.
-
-        Raises:
-            ValueError: if k exceeds K.
         """
         if k is None:
             return _nan_where(self.kept == 0, self.kept_maximum - self.kept_minimum)
@@ -282,9 +252,8 @@ def row_statistics(
     """Return the statistics of every query's scores z, in one pass and in strips of two million scores.
 
     z_ij = scale · q_i · k_j; z_ij ← softcap · tanh(z_ij / softcap); z_ij ← z_ij + bias_ij.
-    Nothing of size Lq × Lk is held; an accelerator's strips are eight times as large.
-    Half precision is scored in float32, also under autocast; no gradient is recorded. Among equal scores, the
-    lower key position ranks first, in every strip and for every k.
+    Nothing of size Lq × Lk is held. Half precision is scored in float32, also under autocast; no gradient is
+    recorded. Among equal scores, the lower key position ranks first.
 
     Source: paper, Def. 3 and eqs. 19, 22. Deviation: none.
 
@@ -295,22 +264,19 @@ def row_statistics(
         allowed: bool, broadcastable to (B, H, Lq, Lk): keys in A_i; None means every key.
         selected: (B, H, Lq, S) int64, positions of the keys in S_i ⊆ A_i, -1 for none; None means S_i = A_i.
         queries: (B, Lq) bool, queries that count towards key loads; None means all.
-        top: K, the largest number of heavy hitters for counterfactuals; at most Lk - 1 are useful.
+        top: K, the largest number of heavy hitters for counterfactuals.
         bias: term added to the scores, broadcastable to (B, H, Lq, Lk), finite, nats; None means none.
         softcap: limit of the scores before the bias; None means none.
         sinks: (H,) a further logit per head in the softmax's denominator; None means none.
-        causal: whether query i may only attend to keys j ≤ first_query + i, in addition to ``allowed``. Strips
-            then skip the keys after their last query.
+        causal: whether query i may only attend to keys j ≤ first_query + i, in addition to ``allowed``.
         first_query: position of query 0 among the keys.
         places: (B, H, R) int64, positions of the queries to look at in every head, -1 for none; the statistics
             then have R queries, and loads count only these. None means all queries, in order.
         received: whether to sum the weight that each key receives.
 
     Returns:
-        The statistics, in float64 if q is in float64, else in float32.
-
-    Raises:
-        ValueError: if top is negative, shapes do not fit, or there is no query or no key at all.
+        The statistics, in float64 if q is in float64, else in float32; top below 0, shapes that do not fit, and no
+        query or key at all are a ValueError.
 
     Example:
         >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[4.0], [1.0], [3.0]]]])
@@ -348,17 +314,18 @@ def _strip_rows(
     """Return the statistics of all rows, key loads and the weights received, from strips of scores."""
     q, k, allowed, places = scores.q, scores.k, scores.allowed, scores.places
     (batch, heads, length), k_length = q.shape[:3] if places is None else places.shape, k.shape[2]
-    load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
     rows: dict[str, Tensor] = {}
     # Inference mode saves a fifth of a strip's overhead; the results are ordinary tensors.
     with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k = q.float(), k.float()
-        with torch.inference_mode(False):
-            weights = torch.zeros(batch, heads, k_length * received, dtype=q.dtype, device=q.device)
         if allowed is not None and not q.is_cuda and bool(allowed.all()):
             allowed = None  # the usual mask of a batch without padding
         scores = replace(scores, q=q, k=k.contiguous(), allowed=allowed)
+        with torch.inference_mode(False):
+            weights = torch.zeros(batch, heads, k_length * received, dtype=q.dtype, device=q.device)
+            none = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
+            load = scores.loads() if selected is None else none
         for strip in scores.strips(_STRIP if q.device.type == "cpu" else _STRIP * _LARGER):
             b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
             own = None
@@ -390,11 +357,9 @@ def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | N
 def _check_shapes(q: Tensor, k: Tensor, top: int) -> None:
     if top < 0:
         raise ValueError(f"top must not be negative. Got top={top}.")
+    got = f"Got {tuple(q.shape)}, {tuple(k.shape)}."
     grouped = q.ndim == k.ndim == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not grouped or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q and k must agree in batch, width and heads (those of k may be a divisor). "
-            f"Got {tuple(q.shape)}, {tuple(k.shape)}."
-        )
+        raise ValueError(f"q and k must agree in batch, width and heads (those of k may be a divisor). {got}")
     if not (q.numel() and k.numel()):
-        raise ValueError(f"There must be at least one query and one key. Got {tuple(q.shape)}, {tuple(k.shape)}.")
+        raise ValueError(f"There must be at least one query and one key. {got}")

@@ -16,8 +16,7 @@ def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.G
 
     m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n positions form a
     circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are drawn from each (one
-    from the last, if m is odd). So no query is drawn twice, and by symmetry every query has probability count /
-    of: plain means and percentiles of the draws estimate those of all queries, whatever the lengths. Columns 2s
+    from the last, if m is odd). No query is drawn twice, and every query has probability count / of. Columns 2s
     and 2s + 1 belong to stratum s; -1 (at the end) if a head has one fewer; at least one column. The generator
     gives 3 + ⌊n · count / of⌋ numbers per head.
 
@@ -45,6 +44,7 @@ def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.G
 # Least expected numbers beyond a percentile: of draws, so that all lie on one side of it in less than 2.5% of the
 # cases; of sequences, so that their spread shows its error (benchmarks/sampled_intervals.py).
 _BEYOND = 3.7, 2.0
+_LEVEL = 0.975  # of Student's factors, for intervals of 95%
 _TIED = 1e-9  # relative: values this near to a percentile equal it up to rounding (sums in another order)
 TARGETS = "all queries of these inputs", "inputs like these"  # populations of the intervals
 Ends = tuple[float, float]
@@ -66,9 +66,8 @@ def sampled_estimates(
     strata: NDArray[np.int64],
     share: float,
     percentiles: Sequence[int] = (1, 5, 10, 25, 50, 75, 90, 95, 99),
-    confidence: float = 0.95,
 ) -> list[SampledEstimate]:
-    """Estimate mean and percentiles of all queries from queries drawn with equal probability.
+    """Estimate mean and percentiles of all queries from queries drawn with equal probability; 95% intervals.
 
     A statistic is linear in the queries up to its residuals e_i: (y_i - ȳ)/n for the mean, (u_i - p)/n for a
     percentile, where u_i is 1 below it, 0 above, and a number in between for all that equal it up to rounding. The
@@ -77,12 +76,10 @@ def sampled_estimates(
         these sequences:   (1 - share) Σ over strata of 2 Σ e_i² - (Σ e_i)², two draws in each
         such sequences:    (c-1)/c Σ over sequences of (Σ e_i / (1 - w))², c sequences (clusters)
 
-    where w is the sequence's share of the draws. (A draw that is left out, for instance with too few keys, has
-    residual 0.) Σ e_i / (1 - w) is the change from leaving out the whole sequence: the second formula is the
-    jackknife of a mean over sequences of unequal length. A long sequence pulls the mean towards itself, so its
-    residuals are too small by 1 - w. For equal lengths it is c/(c-1) Σ (Σ e_i)². Student's degrees of freedom are
-    Satterthwaite's: if sequences differ only in their levels, with equal variance, their changes have covariances
-    proportional to
+    where w is the sequence's share of the draws (a draw that is left out has residual 0): the jackknife of a mean
+    over sequences of unequal length, in which Σ e_i / (1 - w) is the change from leaving out the whole sequence.
+    Student's degrees of freedom are Satterthwaite's: if sequences differ only in their levels, with equal
+    variance, their changes have covariances proportional to
 
         M_st = k_s k_t ([s = t] - w_s - w_t + Σ w²), k = w / (1 - w)
 
@@ -97,23 +94,14 @@ def sampled_estimates(
     The interval of a percentile lies between the percentiles at the ends of Wilson's interval of its level; it is
     missing (NaN) if too few draws or effective sequences (degrees of freedom + 1) lie beyond.
 
-    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959, A Note on the Application of Quenouille's
-    Method of Bias Reduction to the Estimation of Ratios (the jackknife); Bell and McCaffrey 2002, Bias Reduction
-    in Standard Errors for Linear Regression with Multi-Stage Samples (its degrees of freedom); Hall 1992, On the
-    Removal of Skewness by Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson 1927. Deviation:
-    Student's factor instead of Hall's normal one; Wilson's interval with an effective number of draws, instead of
-    Woodruff's normal one.
+    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959 (the jackknife); Bell and McCaffrey 2002
+    (its degrees of freedom); Hall 1992, On the Removal of Skewness by Transformation; Woodruff 1952, Confidence
+    Intervals for Medians; Wilson 1927. Deviation: Student's factor instead of Hall's normal one; Wilson's interval
+    with an effective number of draws, instead of Woodruff's normal one.
 
-    Args:
-        values: (n,), values of drawn queries; those that are not finite do not count.
-        samples: (n,), sequence of each query.
-        strata: (n,), number of the stratum of each query, within one sequence and head.
-        share: probability with which a query is drawn.
-        percentiles: percentiles to estimate, between 1 and 99.
-        confidence: confidence of the intervals, in (0, 1).
-
-    Returns:
-        The mean, then the percentiles; NaN if nothing is finite.
+    Values (n,) that are not finite do not count; samples and strata (n,) number each query's sequence, and its
+    stratum within one sequence and head; a query is drawn with the probability ``share``. The result is the mean,
+    then the percentiles; NaN if nothing is finite.
 
     Example:
         >>> one = np.zeros(4, np.int64)
@@ -122,18 +110,17 @@ def sampled_estimates(
     """
     known = np.isfinite(values)
     finite = np.sort(values[known])
-    count = len(finite)
-    names = ["mean", *(f"p{p}" for p in percentiles)]
-    nothing = float("nan"), float("nan")
+    count, nothing = len(finite), (math.nan, math.nan)
     if not count:
-        return [SampledEstimate(name, float("nan"), nothing, nothing) for name in names]
-    spread = _Spread(samples, strata, known, share, confidence)
+        names = ["mean", *(f"p{p}" for p in percentiles)]
+        return [SampledEstimate(name, math.nan, nothing, nothing) for name in names]
+    spread = _Spread(samples, strata, known, share)
     mean = float(finite.mean())
     residuals = np.where(known, values - mean, 0.0) / count
     error, critical = spread.errors(residuals)[0]
     these = mean - critical * error, mean + critical * error
     sums, counts = (spread.of_sequences(np.where(known, each, 0.0)) for each in (values, 1.0))
-    estimates = [SampledEstimate("mean", mean, these, ratio_ends(sums, counts, confidence))]
+    estimates = [SampledEstimate("mean", mean, these, ratio_ends(sums, counts))]
     for percentile in percentiles:
         level, cut = percentile / 100, float(np.percentile(finite, percentile))
         least, most = cut - _TIED * abs(cut), cut + _TIED * abs(cut)
@@ -151,8 +138,8 @@ def sampled_estimates(
     return estimates
 
 
-def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidence: float = 0.95) -> Ends:
-    """Return an interval for Σ sums / Σ counts over clusters like these, which may be few and skewed.
+def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Ends:
+    """Return a 95% interval for Σ sums / Σ counts over clusters like these, which may be few and skewed.
 
     Student's interval by the jackknife over clusters, after Hall's transformation; formulas and sources as for the
     mean in :func:`sampled_estimates`, with e_i = (sums_i - r counts_i) / Σ counts. Sums (c,) are finite, counts
@@ -169,11 +156,8 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64], confidenc
     ratio = float(sums.sum() / counts.sum())
     residuals = (sums - ratio * counts) / counts.sum()
     changes = residuals / (1 - weights)
-    error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
-    critical, squares = (
-        float(scipy.stats.t.ppf((1 + confidence) / 2, _freedom(weights))),
-        float(residuals @ residuals),
-    )
+    error, squares = math.sqrt((clusters - 1) / clusters * float(changes @ changes)), float(residuals @ residuals)
+    critical = float(scipy.stats.t.ppf(_LEVEL, _freedom(weights)))
     shape = float((residuals**3).sum()) / (3 * squares**1.5) if squares else 0.0  # γ/(3√c), γ the skewness
     high, low = (ratio - error * _unskewed(t, shape) for t in (-critical, critical))
     return low, high
@@ -183,28 +167,23 @@ class _Spread:
     """Standard errors of sums of residuals, with Student's factor for each."""
 
     def __init__(
-        self,
-        samples: NDArray[np.int64],
-        strata: NDArray[np.int64],
-        known: NDArray[np.bool_],
-        share: float,
-        confidence: float,
+        self, samples: NDArray[np.int64], strata: NDArray[np.int64], known: NDArray[np.bool_], share: float
     ) -> None:
         self._share = share
         sequences, self._cluster = np.unique(samples, return_inverse=True)
         drawn, self._stratum = np.unique(strata, return_inverse=True)
-        self._sequences, self._strata, level = len(sequences), len(drawn), (1 + confidence) / 2
+        self._sequences, self._strata = len(sequences), len(drawn)
         self._weights = self.of_sequences(known / known.sum())
         self._clusters = int((self._weights > 0).sum())
         freedom = float(max(1, len(strata) - len(drawn))), _freedom(self._weights)
         self.effective = round(freedom[1] + 1, 9)  # number of equal sequences with the same accuracy
-        self._critical = float(scipy.stats.t.ppf(level, freedom[0])), float(scipy.stats.t.ppf(level, freedom[1]))
+        self._critical = [float(scipy.stats.t.ppf(_LEVEL, each)) for each in freedom]
 
     def errors(self, residuals: NDArray[np.float64]) -> tuple[Ends, Ends]:
         """Return standard errors and factors, for these sequences and for such; NaN if the error is unknown."""
         squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
         these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
-        such, c = float("nan"), self._clusters
+        such, c = math.nan, self._clusters
         if c > 1:
             changes = self.of_sequences(residuals) / (1 - self._weights)
             such = math.sqrt((c - 1) / c * float(changes @ changes))
@@ -236,7 +215,7 @@ def _unskewed(t: float, a: float) -> float:
 def _woodruff(ordered: NDArray[np.float64], level: float, error: float, critical: float) -> Ends:
     """Return the values at the ends of the interval of a level."""
     if math.isnan(error):
-        return float("nan"), float("nan")
+        return math.nan, math.nan
     if error == 0:
         return (float(np.quantile(ordered, level)),) * 2
     draws = level * (1 - level) / error**2  # number of independent draws with this error

@@ -8,20 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semdiag.mathematics import softmax_stability
 from semdiag.mathematics.bounds.block_bounds import Assumption
-from semdiag.mathematics.softmax_stability import (
-    fixed_mask_row_stability,
-    fixed_mask_stability,
-    heavy_hitter_row_stability,
-    heavy_hitter_split_stability,
-    heavy_hitter_stability,
-    log_largest_weight,
-    positive_separation,
-)
 from semdiag.mathematics.spectral_norms import Real, broadcast
 
 _CAUSAL_STRIPS = 8  # strips per sample in long causal calls, where a strip skips the keys after its last query
 _LONG = 256  # queries from which this pays
+_ALL = slice(None)
 _LEAST_ROWS = 128  # rows per head in a strip: with fewer, all keys would be read for little work
 
 
@@ -57,20 +50,6 @@ class ScoreStrip:
             return numbers.clamp(max=length).expand(shape)
         return torch.full(shape, length, device=self.scores.device)
 
-    def load(self) -> Tensor:
-        """Return the number of counted queries that may attend to each key, int64, broadcastable to (b, H, n)."""
-        rows = self.scores.shape[2]
-        everyone = rows if self.counted is None else self.counted.sum(2)
-        if self.allowed is not None:
-            if self.allowed.shape[2] == 1:
-                return self.allowed[:, :, 0] * everyone
-            return (self.allowed if self.counted is None else self.allowed & self.counted).sum(2)
-        load = torch.zeros(1, 1, self.scores.shape[3], dtype=torch.int64, device=self.scores.device) + everyone
-        if self.future is not None:
-            hidden = self.future if self.counted is None else self.future & self.counted
-            load[..., -self.future.shape[1] :] -= hidden.sum(-2)
-        return load
-
 
 @dataclass(frozen=True, eq=False)
 class Scores:
@@ -88,12 +67,9 @@ class Scores:
     places: Tensor | None = None
 
     def strips(self, size: int) -> Iterator[ScoreStrip]:
-        """Yield strips of rows in order, for each group of samples and heads in turn.
+        """Yield strips of rows of at most ``size`` scores, as far as whole rows allow.
 
         Strips share their memory: finish with one before taking the next.
-
-        Args:
-            size: largest number of scores held at a time, as far as whole rows allow.
         """
         batch, all_heads = self.q.shape[:2]
         length, k_length = self.q.shape[2] if self.places is None else self.places.shape[2], self.k.shape[2]
@@ -143,9 +119,42 @@ class Scores:
                 allowed, future = allowed & ~hidden, None
         return ScoreStrip(b, h, r, scores, spare, allowed, future, self._counted(b, r, places))
 
+    def loads(self) -> Tensor:
+        """Return the number of counted queries that may attend to each key, (B, H, Lk) int64."""
+        (batch, heads), k_length, device = self.q.shape[:2], self.k.shape[2], self.q.device
+        allowed, counted = part_of(self.allowed, _ALL, _ALL), self.counted()
+        length = self.q.shape[2] if self.places is None else self.places.shape[2]
+        keys = torch.arange(k_length, device=device)
+        if allowed is None and counted is None and self.causal:
+            return (self.first_query + length - keys).clamp(0, length).repeat(batch, heads, 1)
+        counted = torch.ones(1, 1, length, 1, dtype=torch.bool, device=device) if counted is None else counted
+        places = torch.arange(length, device=device)[None, None] if self.places is None else self.places
+        position = (self.first_query + places)[..., None]
+        if allowed is None or allowed.shape[2] == 1:
+            if self.causal:  # the queries whose last key is at least this one
+                some = (counted & (position >= 0))[..., 0]
+                last = position.clamp(0, k_length - 1)[..., 0].expand(some.shape)
+                ends = torch.zeros(*some.shape[:2], k_length, dtype=torch.int64, device=device)
+                ends.scatter_add_(-1, last, some.long())
+                load = ends.flip(-1).cumsum(-1).flip(-1)
+            else:
+                load = counted.sum(2)
+            load = load if allowed is None else allowed[:, :, 0] * load
+            return load.expand(batch, heads, k_length).clone()
+        load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=device)
+        drawn = self.places is not None
+        row = k_length * batch * (heads if drawn else allowed.shape[1])
+        size = max(1, (2**20 if device.type == "cpu" else 2**26) // row)
+        for start in range(0, length, size):
+            part = slice(start, start + size)
+            seen = rows_of(allowed, places[:, :, part]) if drawn else allowed[:, :, part]
+            seen = seen & counted[:, :, part]
+            load += (seen & (keys <= position[:, :, part]) if self.causal else seen).sum(2)
+        return load
+
     def counted(self) -> Tensor | None:
         """Return the queries that count towards key loads, (B, 1 or H, Lq, 1) bool; None means all."""
-        return self._counted(slice(None), slice(None), self.places)
+        return self._counted(_ALL, _ALL, self.places)
 
     def _counted(self, b: slice, r: slice, places: Tensor | None) -> Tensor | None:
         if places is None:
@@ -155,7 +164,6 @@ class Scores:
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
-    """Return a strip's part of a tensor broadcastable to (B, H, Lq, Lk)."""
     part = part_of(values, b, r if places is None else slice(None), seen)
     if part is None:
         return None
@@ -191,6 +199,12 @@ def part_of(
     return values[..., :seen] if values.shape[3] > 1 else values
 
 
+def as_mask(positions: Tensor, length: int) -> Tensor:
+    """Convert key positions (..., K), -1 for none, to a mask (..., length)."""
+    mask = torch.zeros(*positions.shape[:-1], length + 1, dtype=torch.bool, device=positions.device)
+    return mask.scatter_(-1, positions.where(positions >= 0, length), True)[..., :-1]
+
+
 _GROUPED = 1024  # the same in groups, in single precision on the CPU, where choosing is cheap
 _MORE = 4  # extra choices, so that nearly equal scores rarely make a row ambiguous
 _LAST = 2**31 - 1  # no position is beyond it
@@ -200,10 +214,9 @@ _LOW = int(sys.byteorder == "big")  # index of the low half of an integer
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ``count + 1`` largest scores of each row (..., n), and the positions of the first ``count``.
 
-    Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th score:
-    the largest scores lie in as many groups, those with the largest maxima, so only these are searched. Rows in
-    which an omitted score may be as large as a chosen one are sorted instead. Beyond the number of keys values are
-    -inf and positions arbitrary.
+    Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th score,
+    of which only those with the largest maxima are searched. Rows in which an omitted score may be as large as a
+    chosen one are sorted instead. Beyond the number of keys values are -inf and positions arbitrary.
 
     Source: none; exact, whatever the grouping. Deviation: none.
 
@@ -341,11 +354,14 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """
     delta, k = broadcast(dispersion, keys)
     padded = k == 0
-    delta, k = delta.masked_fill(padded, 0), k.masked_fill(padded, 1)
-    row = fixed_mask_row_stability(delta, k).log_value
-    logs = log_largest_weight(delta, k), fixed_mask_stability(delta, k).log_value, row, row
-    weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
-    return AttentionRows(weight, xi, row, split, ())
+    given = delta.masked_fill(padded, 0), k.masked_fill(padded, 1)
+    row = softmax_stability.fixed_mask_row_stability(*given).log_value
+    xi, weight = (
+        softmax_stability.fixed_mask_stability(*given).log_value,
+        softmax_stability.log_largest_weight(*given),
+    )
+    weight, xi, row = (each.masked_fill(padded, -math.inf) for each in (weight, xi, row))
+    return AttentionRows(weight, xi, row, row, ())
 
 
 def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
@@ -363,9 +379,10 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
     """
     delta, gap, k = broadcast(dispersion, separation, keys)
     padded = k == 0
-    assumption = positive_separation(gap[~padded])
+    assumption = softmax_stability.positive_separation(gap[~padded])
     delta, gap, k = delta.masked_fill(padded, 0), gap.masked_fill(padded, 0), k.masked_fill(padded, 1)
-    forms = (heavy_hitter_stability, heavy_hitter_row_stability, heavy_hitter_split_stability)
-    logs = log_largest_weight(delta, k), *(form(delta, gap, k).log_value for form in forms)
+    once, of_row = softmax_stability.heavy_hitter_stability, softmax_stability.heavy_hitter_row_stability
+    forms = once, of_row, softmax_stability.heavy_hitter_split_stability
+    logs = softmax_stability.log_largest_weight(delta, k), *(form(delta, gap, k).log_value for form in forms)
     weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)
     return AttentionRows(weight, xi, row, split, (assumption,))

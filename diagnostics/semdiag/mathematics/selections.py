@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.rounding import NumberFormat, may_swap, rounded
+from semdiag.mathematics.score_strips import as_mask
 from semdiag_models import InputError
 
 
@@ -15,8 +16,7 @@ class AllowedKeys:
 
     first: Tensor  # int64 (rows,), first allowed key
     end: Tensor  # int64 (rows,), position after the last allowed key
-    # int64 (rows,), position of the row's query among the keys; None if unknown and not needed
-    position: Tensor | None
+    position: Tensor | None  # int64 (rows,), position of the row's query among the keys; None if not needed
     counts: Tensor  # bool (rows,), False for the rows of padded queries
 
 
@@ -30,17 +30,16 @@ def allowed_keys(
 ) -> AllowedKeys:
     """Return the keys that each row may choose; an InputError says that the arguments do not fit together.
 
-    The valid keys of a sequence are starts ≤ j < starts + lengths. If queries have positions (with ``causal`` or
-    ``documents``), they are the last tokens: query i of q is at n − q + i of n keys; if there are fewer queries
-    than keys, and lengths are known, at starts + lengths − q + i, so that the last query is the last valid token.
-    A query at a padded position does not count.
+    The valid keys of a sequence are starts ≤ j < starts + lengths. With ``causal`` or ``documents``, query i of q
+    is at position n − q + i of n keys; if there are fewer queries than keys, and lengths are known, at starts +
+    lengths − q + i. A query at a padded position does not count.
 
     Args:
         rows: sizes of the dimensions before the keys, the queries' last.
         keys: number of keys n.
         lengths: int64, number of valid keys of each sequence: one number; one per entry of the first dimension; or
             as many dimensions as ``rows``, each of the same size or 1. None means all keys.
-        starts: position of the first valid key (after padding on the left), in the same form. None means 0.
+        starts: position of the first valid key, in the same form. None means 0.
         documents: int64 (n,), or (batch, n) with the first of ``rows`` as the batch: document of each token,
             negative for padding; the tokens of a document are contiguous.
         causal: whether to exclude the keys after the query.
@@ -50,11 +49,7 @@ def allowed_keys(
         [2, 3, 4]
     """
     first = torch.zeros(rows, dtype=torch.int64) if starts is None else _spread(starts, rows, "starts")
-    end = torch.full(rows, keys) if lengths is None and starts is None else first.clone()
-    if lengths is not None:
-        end = first + _spread(lengths, rows, "lengths")
-    elif starts is not None:
-        end = torch.full(rows, keys)
+    end = torch.full(rows, keys) if lengths is None else first + _spread(lengths, rows, "lengths")
     if bool(((first < 0) | (end < first) | (end > keys)).any()):
         raise InputError(
             f"lengths and starts must lie within the {keys:,} keys of a row. Got valid keys from "
@@ -75,19 +70,17 @@ def allowed_keys(
 
 
 def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
-    """Expand numbers to one per row."""
     shape = tuple(numbers.shape)
-    if numbers.ndim == 1 and numbers.shape[0] == rows[0]:
+    if numbers.numel() == 1:
+        return numbers.reshape(()).expand(rows)
+    if shape == rows[:1]:
         numbers = numbers.reshape(-1, *(1 for _ in rows[1:]))
-    fits = numbers.ndim == len(rows) and all(
-        own in (1, size) for own, size in zip(numbers.shape, rows, strict=True)
-    )
-    if numbers.numel() != 1 and not fits:
+    if numbers.ndim != len(rows) or any(n not in (1, size) for n, size in zip(numbers.shape, rows, strict=True)):
         raise InputError(
             f"{name} of shape {shape} do not fit rows of shape {rows}: give one number, one for each of the first "
             f"dimension, or {len(rows)} dimensions of the same sizes or 1."
         )
-    return (numbers.reshape(()) if numbers.numel() == 1 else numbers).expand(rows)
+    return numbers.expand(rows)
 
 
 def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
@@ -156,8 +149,7 @@ def judge_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return, for each row that counts, a grade, its worst chosen and k-th scores, and its best dropped score.
 
-    A row is right if no dropped key has a larger score than the worst chosen one: one pass over the scores,
-    without sorting. The k-th score is computed only for rows that are not right. Grades are indices into
+    A row is right if no dropped key has a larger score than the worst chosen one. Grades are indices into
     ``GRAVITY``, int8; scores are float64, NaN where nothing was chosen or nothing dropped. NaN as an allowed key's
     score is an InputError.
 
@@ -169,10 +161,9 @@ def judge_rows(
         keys: number of keys n.
         allowed: keys that each row may choose.
         kind: format to which the engine rounded these scores before it chose.
-        engines: 1 if the engine chose by these scores, 2 if another engine rounded them, see
-            :func:`~semdiag.mathematics.rounding.may_swap`.
-        error: (rows, n) ≥ 0, largest distance of each score from the engine's; the scores were then recomputed,
-            and not rounded. None means that the engine chose by these scores.
+        engines: 1 if the engine chose by these scores, 2 if another engine rounded them.
+        error: (rows, n) ≥ 0, largest distance of recomputed scores from the engine's. None means that the engine
+            chose by these scores.
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1
@@ -195,8 +186,8 @@ def judge_rows(
         judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
         for column, values in zip(found, judged, strict=True):
             column.append(values)
-    grade, *numbers = (torch.cat(column) for column in found)
-    return grade, numbers[0], numbers[1], numbers[2]
+    grade, worst, kth, left = (torch.cat(column) for column in found)
+    return grade, worst, kth, left
 
 
 @dataclass
@@ -215,8 +206,7 @@ class _Part:
     def room(self, rows: int) -> Tensor:
         """Return memory for the scores, with an extra column for invalid keys."""
         double = self.scores is not None and self.scores.dtype == torch.float64
-        wide = double or self.indices.shape[1] > 2**24
-        kind = torch.float64 if wide else torch.float32
+        kind = torch.float64 if double or self.indices.shape[1] > 2**24 else torch.float32
         return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
 
     def by_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -248,9 +238,8 @@ class _Part:
         grade = self._keys_alone(valid, again, number).cpu()
         table.scatter_(1, slots, table.new_tensor(-torch.inf).expand(rows, k))
         worst, left = chosen.amin(1).cpu().double(), table[:, : self.keys].amax(1).cpu().double()
-        unknown = worst.isnan() | left.isnan()
-        if bool(unknown.any()):
-            row = int(self.numbers[unknown.nonzero()[0]])
+        if len(unknown := (worst.isnan() | left.isnan()).nonzero()):
+            row = int(self.numbers[unknown[0]])
             raise InputError(
                 f"The scores of row {row} hold NaN, which is neither larger nor smaller than another score."
             )
@@ -276,9 +265,7 @@ class _Part:
         assert self.error is not None
         own = at.to(self.scores.device)
         scores, error = self._again(own).double(), self.error[own].to(self.scores.device, torch.float64)
-        marked = torch.zeros(len(own), self.keys + 1, dtype=torch.bool, device=scores.device)
-        slots = self.indices[own]
-        chosen = marked.scatter_(1, slots.where(slots >= 0, self.keys), True)[:, : self.keys]
+        chosen = as_mask(self.indices[own], self.keys)
         lowest = (scores + error).masked_fill(~chosen, torch.inf).amin(1)
         return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
 
@@ -307,8 +294,7 @@ class _Part:
         """Return the k-th scores; a key with score -inf, which masks write, does not count as missing."""
         assert self.scores is not None
         k = self.indices.shape[1]
-        needed = (self.end - self.first).squeeze(1).clamp(max=k).cpu()
-        kth = worst.clone()
+        needed, kth = (self.end - self.first).squeeze(1).clamp(max=k).cpu(), worst.clone()
         others = ((left > worst) | (number != needed)).nonzero().squeeze(1)
         if not others.numel():
             return kth
@@ -322,12 +308,10 @@ class _Part:
         return kth
 
     def _by_scores(self, grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
-        """Grade the rows whose keys are valid."""
         fine = grade == 0
         grade[fine] = _GRADE["exact"]
         grade[fine & (left == worst)] = _GRADE["legal_tie"]
-        behind = fine & (left > worst)
-        at = behind.nonzero().squeeze(1)
+        at = (fine & (left > worst)).nonzero().squeeze(1)
         explained = "within_rounding" if self.error is None else "within_error"
         if self.error is not None:
             fine = self._within_error(at)
@@ -339,10 +323,7 @@ class _Part:
 
 
 def _rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
-    """Return whether the lower of two scores, rounded once to a format, is not below the higher one.
-
-    fl never falls, so they may be the least chosen and the best dropped score: docs/theory.md#rounded-scores.
-    """
+    """Return whether the lower of two scores, rounded once to a format, is not below the higher one."""
     lower, higher = lower.double(), higher.double()
     beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
     finite = lower.isfinite() & higher.isfinite()
@@ -364,25 +345,21 @@ def _places_in(keys: Tensor, others: Tensor) -> Tensor:
     return places.gather(1, at).where((ordered.gather(1, at) == keys) & (keys >= 0), -1)
 
 
-def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap in [0, 1] of each row's two sets of keys, and how far their common keys moved, float64.
+def overlaps(first: Tensor, second: Tensor) -> Tensor:
+    """Return the overlap in [0, 1] of each row's two sets of keys, float64.
 
-    Formula: |A ∩ B| / max(|A|, |B|), 1 if both are empty; and the mean of |place in A − place in B| over A ∩ B,
-    NaN if that is empty. A and B are int64 (rows, k), distinct in a row, -1 for none.
+    Formula: |A ∩ B| / max(|A|, |B|), 1 if both are empty. A and B are int64 (rows, k), distinct in a row, -1 for
+    none.
 
     Source: not in the paper. Deviation: none.
 
     Example:
-        >>> [part.tolist() for part in overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]))]
-        [[0.5], [1.0]]
+        >>> overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]])).tolist()
+        [0.5]
     """
-    at = _places_in(first, second)
-    common = at >= 0
-    number = common.sum(1)
+    number = (_places_in(first, second) >= 0).sum(1)
     larger = torch.maximum((first >= 0).sum(1), (second >= 0).sum(1))
-    moved = (at - torch.arange(first.shape[1])).abs().masked_fill(~common, 0).sum(1)
-    overlap = torch.where(larger > 0, number.double() / larger, 1.0)
-    return overlap, moved.double() / number
+    return torch.where(larger > 0, number.double() / larger, 1.0)
 
 
 def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
@@ -405,10 +382,10 @@ def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]
     """Return the margin of each row's top-k, float64 (rows,), and whether it is certified, bool (rows,).
 
     Formula: margin Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u
-    = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after every
+    = 2^−p and η half the smallest subnormal number of the format: the k largest are the same keys after every
     score is rounded once to the format. A row that drops no key with a finite score, or keeps only infinite ones,
-    decides nothing: its margin is +∞, and it is certified. Scores (rows, n) are not NaN; -inf, or less than half
-    the lowest number of their dtype, where a mask forbids the key.
+    has the margin +∞, and is certified. Scores (rows, n) are not NaN; -inf, or less than half the lowest number of
+    their dtype, where a mask forbids the key.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 

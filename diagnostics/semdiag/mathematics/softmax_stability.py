@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.bounds.block_bounds import Assumption, Bound
-from semdiag.mathematics.spectral_norms import (
-    Real,
-    broadcast,
-    float64,
-    log_one_plus_inverse,
-    log_sum,
-)
+from semdiag.mathematics.spectral_norms import Real, broadcast, float64, log_one_plus_inverse, log_sum
 
 
 def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
@@ -34,18 +28,12 @@ def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
 def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """Return ξ of a row whose set of keys does not depend on its scores: full, banded, block-local, random.
 
-    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key. ln ξ* is in [−∞, ln ½].
-    No smaller constant holds for all pairs of rows of range ≤ δ (for δ > 0), and it never exceeds ½.
+    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key. No smaller constant holds for all pairs of
+    rows of range ≤ δ (for δ > 0). δ ≥ 0, in nats, is the larger of the two rows' ranges over the k ≥ 1 unmasked
+    keys; other values are a ValueError.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k, kept in
     :func:`~semdiag.mathematics.paper_stability.paper_fixed_mask_stability`.
-
-    Args:
-        dispersion: δ ≥ 0 in nats, the larger of the two rows' ranges over the unmasked keys.
-        keys: k ≥ 1, number of unmasked keys (all allowed keys for full attention).
-
-    Raises:
-        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
 
     Example:
         >>> fixed_mask_stability([1.0, 90.0], 40).log_value.exp()
@@ -66,21 +54,13 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
     """Return ξ of a row that keeps its k highest-scoring allowed keys (top-k).
 
     ξ_h = ξ*(δ_h, k) + max over 0 ≤ d ≤ δ_h of 2 p̄(d, k) / (2Δ_h + d), with δ_h the larger range and Δ_h the
-    smaller separation of both rows. ln ξ_h is +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as
-    not met.
+    smaller separation of both rows, in nats, +inf where every allowed key is unmasked; k is the same in both rows.
+    ln ξ_h is +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as not met. Errors as of
+    :func:`fixed_mask_stability`; a NaN Δ is a ValueError.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
-    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. These numbers cannot show that both
-    rows keep their own top-k set; :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability` checks
-    it on the rows.
-
-    Args:
-        dispersion: δ_h ≥ 0 in nats, the larger of both rows.
-        separation: Δ_h in nats, the smaller of both rows; +inf where every allowed key is unmasked.
-        keys: k ≥ 1, number of unmasked keys, the same in both rows.
-
-    Raises:
-        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
+    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. That both rows keep their own top-k
+    set is checked by :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability`.
 
     Example:
         >>> bound = heavy_hitter_stability(2.0, [0.01, -0.01], 5)
@@ -89,8 +69,7 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
         >>> print(bound.unmet[0])
         assumption not met: the separation is positive in every row (smallest = -0.01, rows not positive = 1)
     """
-    delta, k = _checked(dispersion, keys)
-    gap = _checked_separation(separation)
+    delta, gap, k = _all_checked(dispersion, separation, keys)
     log_xi = log_sum(fixed_mask_stability(delta, k).log_value, _log_swap_cost(delta, gap, k))
     return Bound(log_xi, (positive_separation(gap),), "docs/theory.md#heavy-hitter-stability")
 
@@ -115,9 +94,8 @@ def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
 def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
     """Return the row form for a top-k set: ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, max(1, 2/Δ_h)) ‖z − z'‖_∞.
 
-    If the set stays the same, the constant is 1. Otherwise a key i that leaves and a key j that enters have (z_i −
-    z'_i) + (z'_j − z_j) ≥ 2Δ_h, so ‖z − z'‖_∞ ≥ Δ_h, and ‖p − p'‖₁ ≤ 2. If nothing is masked (Δ_h = +inf), it is
-    the fixed set's min(k ξ*, 1). Arguments and errors as of :func:`heavy_hitter_stability`.
+    If nothing is masked (Δ_h = +inf), it is the fixed set's min(k ξ*, 1). Arguments and errors as of
+    :func:`heavy_hitter_stability`.
 
     Source: docs/theory.md#row-form. Deviation: not in the paper.
 
@@ -125,8 +103,7 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
         >>> heavy_hitter_row_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
         tensor([200.0000,   1.0000], dtype=torch.float64)
     """
-    delta, k = _checked(dispersion, keys)
-    gap = _checked_separation(separation)
+    delta, gap, k = _all_checked(dispersion, separation, keys)
     log_xi = heavy_hitter_stability(delta, gap, k).log_value
     log_swap = math.log(2) - torch.log(gap.clamp(min=0))
     log_row = torch.minimum(torch.log(2 * k) + log_xi, log_swap.clamp(min=0))
@@ -139,15 +116,13 @@ def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real)
     ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖a‖_∞ + ξ_h ‖b‖₁ for every z − z' = a + b; the constant of ‖a‖_∞ is
     returned. Arguments and errors as of :func:`heavy_hitter_stability`.
 
-    Source: docs/theory.md#attention-map. Deviation: not in the paper. Whether max(1, 2/Δ_h), as in the row form,
-    could replace the sum 1 + 2/Δ_h is not proved.
+    Source: docs/theory.md#attention-map. Deviation: not in the paper.
 
     Example:
         >>> heavy_hitter_split_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
         tensor([201.,   1.], dtype=torch.float64)
     """
-    delta, k = _checked(dispersion, keys)
-    gap = _checked_separation(separation)
+    delta, gap, k = _all_checked(dispersion, separation, keys)
     log_xi = heavy_hitter_stability(delta, gap, k).log_value
     log_split = torch.minimum(torch.log(2 * k) + log_xi, log_one_plus_inverse(gap.clamp(min=0) / 2))
     return Bound(log_split, (positive_separation(gap),), "docs/theory.md#attention-map")
@@ -163,17 +138,12 @@ def positive_separation(separation: Real) -> Assumption:
         True
     """
     gap = float64(separation)
-    not_positive = int((~(gap > 0)).sum())
-    smallest = gap.min().item() if gap.numel() else math.inf
-    return Assumption(
-        "the separation is positive in every row",
-        {"smallest": smallest, "rows not positive": not_positive},
-        holds=not_positive == 0,
-    )
+    count = int((~(gap > 0)).sum())
+    numbers = {"smallest": gap.min().item() if gap.numel() else math.inf, "rows not positive": count}
+    return Assumption("the separation is positive in every row", numbers, holds=count == 0)
 
 
 def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
-    """Return dispersion and number of keys as float64; refuse impossible values."""
     delta, k = float64(dispersion), float64(keys)
     if not bool((delta >= 0).all()):
         raise ValueError(f"A dispersion must be at least 0. Got {delta.min().item()}.")
@@ -182,21 +152,19 @@ def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
     return delta, k
 
 
-def _checked_separation(separation: Real) -> Tensor:
-    """Return the separation as float64."""
-    gap = float64(separation)
+def _all_checked(dispersion: Real, separation: Real, keys: Real) -> tuple[Tensor, Tensor, Tensor]:
+    (delta, k), gap = _checked(dispersion, keys), float64(separation)
     if bool(gap.isnan().any()):
         raise ValueError("A separation is NaN. If nothing is masked, write it as +inf.")
-    return gap
+    return delta, gap, k
 
 
 def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
     """Return ln ξ_loc of each row: the ℓ1 → ℓ1 norm of the softmax Jacobian at the row.
 
-    ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k). The largest weight attains the maximum; 1 − p_j is summed over the
-    other weights, so that it stays accurate if p_j rounds to 1. From scores in nats and selected keys (bool), both
-    (..., keys), it is float64 (...), in [−∞, ln ½]; −∞ for a single key. A row that selects no key is a
-    ValueError.
+    ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k), attained by the largest weight, accurate even if that rounds to 1.
+    From scores in nats and selected keys (bool), both (..., keys), it is float64 (...), in [−∞, ln ½]; −∞ for a
+    single key. A row that selects no key is a ValueError.
 
     Source: docs/theory.md#local-stability. Deviation: not in the paper.
 
@@ -228,8 +196,7 @@ def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
 def local_stability_of_weight(largest: Tensor) -> Tensor:
     """Return ξ_loc = 2p(1 − p), in [0, ½], from the largest weight p of each row; not a logarithm.
 
-    Source: docs/theory.md#local-stability. Deviation: if p rounds to 1, it is 0;
-    :func:`local_stability` has no such limit.
+    Source: docs/theory.md#local-stability. Deviation: 0 if p rounds to 1, unlike :func:`local_stability`.
 
     Example:
         >>> local_stability_of_weight(torch.tensor([0.7, 1.0]))
@@ -263,8 +230,7 @@ def score_change(
     Arguments as of :func:`weight_change`; ``order`` 1 is the sum, ``math.inf`` the largest entry, and any other a
     ValueError.
 
-    Source: docs/theory.md#heavy-hitter-stability, whose proof uses these keys only. Deviation: the
-    paper sums over all keys, which can only make the distance larger and the secant smaller.
+    Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper sums over all keys.
 
     Example:
         >>> z = torch.tensor([0.0, 1.0, -math.inf])
@@ -308,7 +274,6 @@ def _largest_and_others(scores: Tensor, selected: Tensor) -> tuple[Tensor, Tenso
 
 
 def _masked(scores: Tensor, selected: Tensor) -> Tensor:
-    """Replace the scores of keys that are not selected by −inf."""
     if not bool(selected.any(dim=-1).all()):
         raise ValueError("A row selects no key, so it has no softmax. Leave padded queries out.")
     return torch.where(selected, float64(scores), -math.inf)

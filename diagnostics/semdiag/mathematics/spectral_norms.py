@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeAlias
 
 import numpy as np
@@ -32,10 +33,7 @@ def log(value: Real) -> Tensor:
 
 def log_sum(*terms: Tensor) -> Tensor:
     """Return ln Σ exp(term) elementwise, of at least one term; −inf stands for 0."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = torch.logaddexp(total, term)
-    return total
+    return reduce(torch.logaddexp, terms)
 
 
 def log_product(*factors: Tensor) -> Tensor:
@@ -78,12 +76,10 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
     """Bound the spectral norm of (..., m, n), too large for an SVD, from above, by Gram iteration; float64 (...).
 
-    G ← G Gᵀ, repeated t times, has the singular values σ^(2^t), so ‖G‖_F^(1/2^t) ≥ σ_max, and the excess factor is
-    at most rank^(1/2^(t+1)): 7% for t = 6 and rank 4096. G is divided by its Frobenius norm at each step, and the
-    factors are kept. A negative t is a ValueError.
+    G ← G Gᵀ, repeated t times, has the singular values σ^(2^t), so ‖G‖_F^(1/2^t) ≥ σ_max, by a factor of at most
+    rank^(1/2^(t+1)): 7% for t = 6 and rank 4096. A negative t is a ValueError.
 
-    Source: Delattre et al. 2023, Gram iteration for plain matrices (docs/theory.md#norms). Deviation: not in
-    the paper.
+    Source: Delattre et al. 2023, Gram iteration (docs/theory.md#norms). Deviation: not in the paper.
 
     Example:
         >>> spectral_norm_upper_bound(torch.diag(torch.tensor([3.0, 4.0])), iterations=3).item()
@@ -98,7 +94,8 @@ def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
     for step in range(iterations):
         size = torch.linalg.matrix_norm(gram)
         log_norm = log_norm + size.log() / 2**step
-        gram = gram / torch.where(size > 0, size, 1.0)[..., None, None]
+        scale = torch.where(size > 0, size, 1.0)[..., None, None]
+        gram = gram.div_(scale) if step else gram / scale  # new memory takes as long as the product
         gram = gram @ gram.mT
     remainder: Tensor = torch.linalg.matrix_norm(gram)
     return (log_norm + remainder.log() / 2.0**iterations).exp()
@@ -139,8 +136,7 @@ def bilinear_form_norm(
     Γ_h = scale · ‖[W_q b_q]ᵀ W_k‖₂, W_q and W_k (..., d_head, d), b_q (..., d_head) or None, scale τ /
     sqrt(d_head). b_k adds a constant to each row and cancels in δ, Δ and p.
 
-    Source: paper, Thm 2 (docs/theory.md#norms). Deviation: the paper has no biases; its code includes b_k,
-    see :func:`paper_code_bilinear_norm`.
+    Source: paper, Thm 2 (docs/theory.md#norms). Deviation: the paper has no biases.
 
     Example:
         >>> eye = torch.eye(4)
@@ -183,8 +179,7 @@ def paper_code_bilinear_norm(
 def paper_code_layer_norm(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ‖[W b]‖₂, as the paper's released code computes V (W_v, without W_o), P (W_1) and R (W_2).
 
-    Source: paper's released code (docs/theory.md#paper-code-norms). Deviation: none; ours leaves b out
-    and takes W_o W_v for V.
+    Source: paper's released code (docs/theory.md#paper-code-norms). Deviation: none; ours has W_o W_v for V, no b.
 
     Example:
         >>> paper_code_layer_norm(3 * torch.eye(1), 4 * torch.ones(1)).item()
@@ -214,9 +209,8 @@ def token_jacobian_norm(
 ) -> JacobianNorm:
     """Bound the norm of N linear maps between token matrices from below, in the theory's norm Σ_tokens ‖·‖₂.
 
-    max ‖J x‖ over ‖x‖ = Σ_l ‖x_l‖₂ = 1 is attained with a single nonzero token. Power iteration for this pair of
-    norms: y = J x; its dual vectors y_i / ‖y_i‖ are mapped by Jᵀ; the token with the longest image becomes the
-    next x. No step lowers the value. It may end in a local maximum, hence a lower bound.
+    Power iteration for this pair of norms, whose maximum has a single nonzero token: y = J x; its dual vectors
+    y_i / ‖y_i‖ are mapped by Jᵀ; the token with the longest image becomes the next x. No step lowers the value.
     ``jvp`` maps x (N, L, d) to J x (N, L', d'), ``vjp`` y to Jᵀ y; ``start`` is the first x, not zero.
 
     Source: docs/theory.md#empirical (Boyd, The power method for lᵖ norms, 1974). Deviation: not in the paper.
@@ -239,14 +233,9 @@ def token_jacobian_norm(
         if bool(settled.all()):
             break
         back = vjp(y / lengths.clamp(min=torch.finfo(y.dtype).tiny)[..., None])
-        reach = back.norm(dim=-1)
-        token = reach.argmax(-1)
-        rows = torch.arange(len(x), device=x.device)
-        moving = reach[rows, token] > 0
-        x = torch.zeros_like(x).index_put(
-            (rows[moving], token[moving]),
-            back[rows[moving], token[moving]] / reach[rows[moving], token[moving], None],
-        )
+        longest, token = back.norm(dim=-1).max(-1, keepdim=True)
+        ahead = (torch.arange(x.shape[1], device=x.device) == token) & (longest > 0)
+        x = torch.where(ahead[..., None], back / longest[..., None], 0.0)
     return JacobianNorm(best, settled)
 
 
@@ -260,11 +249,10 @@ def jacobian_spectral_norm(
 
     Golub and Kahan's bidiagonalisation of each block, with full reorthogonalisation:
     α_j w_j = Jᵀ u_j − β_j w_{j−1} and β_{j+1} u_{j+1} = J w_j − α_j u_j. The largest singular value of the matrix
-    of α and β never exceeds ‖J‖₂, never falls with a step, and reaches it long before power iteration does.
+    of α and β never exceeds ‖J‖₂ and never falls with a step.
     ``jvp`` maps w (*blocks, n) to J w (*blocks, m), ``vjp`` u to Jᵀ u; ``start`` is the first u, not zero.
 
-    Source: docs/theory.md#gain; Golub and Kahan 1965, Calculating the Singular Values. Deviation: not in the
-    paper.
+    Source: docs/theory.md#gain (Golub and Kahan 1965). Deviation: not in the paper.
 
     Example:
         >>> matrix = torch.tensor([[3.0, 0.0], [4.0, 1.0]])

@@ -28,12 +28,10 @@ def noisy_embeddings(
 
     def perturb(module: nn.Module, inputs: object, output: object) -> object:
         nonlocal times
+        axis = None if times else 0  # it may contain the token embedding
         if isinstance(module, nn.Embedding):
             own = isinstance(named, nn.Embedding) and module.weight is named.weight
-            axis = tables.axis(module.weight)
-            axis = 0 if axis is None and own else axis
-        else:
-            axis = None if times else 0  # it may contain the token embedding
+            axis = 0 if (found := tables.axis(module.weight)) is None and own else found
         if axis is None or not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         if output.ndim <= axis + 1 or output.shape[axis] != whole:
@@ -49,9 +47,8 @@ def noisy_embeddings(
         stack.enter_context(tables)
         yield
     if not times:
-        raise NotAvailableError(
-            "none of its embeddings looks up the input tokens, or returns an activation per sample"
-        )
+        why = "none of its embeddings looks up the input tokens, or returns an activation per sample"
+        raise NotAvailableError(why)
 
 
 _NUMBERS = (
@@ -66,8 +63,7 @@ class Reach:
 
     modules: dict[int, str] = field(default_factory=dict)  # module that attends, by layer
     reached: set[int] = field(default_factory=set)  # layers that the noise reaches
-    # layers whose scores are known only as numbers: they are in the bias, and queries are 0
-    numbers: set[int] = field(default_factory=set)
+    numbers: set[int] = field(default_factory=set)  # layers whose scores are known only as numbers, in the bias
 
     def look(self, call: AttentionCall, samples: int) -> None:
         """Observe one call."""
@@ -81,11 +77,8 @@ class Reach:
         """Return the layers that the noise does not reach, which show nothing about stability."""
         out = self.modules.keys() - self.reached
         if out and not self.reached:
-            raise NotAvailableError(
-                _NUMBERS
-                if out <= self.numbers
-                else "noise after its embedding changes no queries or keys of its attention beyond rounding"
-            )
+            why = "noise after its embedding changes no queries or keys of its attention beyond rounding"
+            raise NotAvailableError(_NUMBERS if out <= self.numbers else why)
         still = "noise after the embedding changes no query or key there beyond rounding"
         for layers, why in ((out & self.numbers, _NUMBERS), (out - self.numbers, still)):
             if layers:

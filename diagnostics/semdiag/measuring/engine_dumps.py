@@ -29,11 +29,7 @@ class DumpedLayer(NamedTuple):
 
 
 def read_queries_and_keys(path: str | Path) -> list[DumpedLayer]:
-    """Read the queries and keys that vLLM-Hook wrote into ``qk.pt``, of one rank (tp_rank_N).
-
-    Source: IBM/vLLM-Hook, vllm_hook_plugins/vllm_hook_plugins/workers/probe_hookqk_worker.py: ``config``, and by
-    module in ``qk_cache`` lists q and k_all of (tokens, heads · width), and layer_num.
-    """
+    """Read the queries and keys that vLLM-Hook (probe_hookqk_worker.py) wrote into ``qk.pt``, of one rank."""
     content = read_plain(Path(path))
     try:
         config, read = content["config"], []
@@ -68,15 +64,12 @@ def _by_head(rows: Any, heads: int, width: int) -> Tensor:
 
 
 def read_routed_experts(path: str | Path, layers: int | None = None, k: int | None = None) -> Tensor:
-    """Read which experts (or keys) an engine chose for each token and layer, for ``semdiag selections``.
+    """Read which experts (or keys) an engine chose, (tokens, layers, k) int64, for ``semdiag selections``.
 
-    vLLM: ``RequestOutput.outputs[0].routed_experts`` in an .npz or .safetensors. SGLang:
+    vLLM (#28284): ``RequestOutput.outputs[0].routed_experts`` in an .npz or .safetensors. SGLang (#12162):
     ``meta_info["routed_experts"]`` or ``["indexer_topk"]`` of a response (.json), base64 of int32, for which
     ``layers`` and ``k`` must be named. Megatron: ``RouterReplay.get_recorded_data()``, a list by layer of (tokens,
-    k), in a .pt. The result is (tokens, layers, k) int64.
-
-    Source: vllm-project/vllm #28284; sgl-project/sglang #12162; NVIDIA/Megatron-LM,
-    megatron/core/transformer/moe/router_replay.py.
+    k), in a .pt.
     """
     path = Path(path)
     if path.suffix == ".json":
@@ -98,7 +91,6 @@ def read_routed_experts(path: str | Path, layers: int | None = None, k: int | No
 
 
 def _from_base64(path: Path, layers: int | None, k: int | None) -> Tensor:
-    """Return the experts in a response of SGLang."""
     content = read_json(path)
     content = content.get("meta_info", content) if isinstance(content, dict) else {}
     text = next((content[name] for name in ("routed_experts", "indexer_topk") if name in content), None)

@@ -21,15 +21,9 @@ from semdiag.capturing.inputs import AS_THEY_ARE, TextOptions
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import NOT_APPLIED, NOT_APPLIED_CODE
 from semdiag.mathematics.censored import NO_CLASS, predicted_classes
+from semdiag.measuring.calls import collector
 from semdiag.measuring.calls.capture import longest_call
-from semdiag.measuring.calls.collector import (
-    LEAST_MAX_QUERIES,
-    MAX_QUERIES,
-    Collector,
-    QueryDraws,
-    remarks_table,
-    skipped_table,
-)
+from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Collector, QueryDraws
 from semdiag.measuring.calls.running import Run, running, unnamed
 from semdiag.measuring.encoders.traces import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
@@ -70,16 +64,13 @@ def measure(
         model: model from :func:`semdiag.load`, or any module of your own.
         batches: inputs of the model: a tensor, a dictionary of keyword arguments or a tuple of positional ones; or
             an iterable of them, which is read one batch at a time. One tensor or dictionary is cut into batches.
-        labels: (N,) classes, for the accuracy of semdiag's own models; refused for others, whose outputs are not
-            read here. None if unknown.
+        labels: (N,) classes, for the accuracy of semdiag's own models; refused for others.
         queries: number of queries drawn per sample and head of the longest sequence, and the same fraction of all
             others. None means all. Every query has the same probability, so plain means and percentiles are
-            estimates; no score of the others is computed. Extremes and key loads are over the drawn queries. Token
-            ids give the longest length; on other inputs the model runs once more to find it. Of an iterator, the
-            first batch decides, and a remark gives the number drawn of a longer sequence.
+            estimates; no score of the others is computed. Extremes and key loads are over the drawn queries. Of an
+            iterator, the first batch decides on the longest length.
         real: (N, L) bool over all samples, false for padding; padded queries are left out. By default it is read
-            from the usual arguments (``attention_mask``, ``key_padding_mask``, …). A remark names attention that
-            it does not fit.
+            from the usual arguments (``attention_mask``, ``key_padding_mask``, …).
         inputs: origin of the inputs, for the report.
         k: counterfactual number of heavy hitters, or several; each adds columns for every query. Of several,
             those above the number of keys are left out, with a remark.
@@ -98,9 +89,8 @@ def measure(
         Measurements of this one model.
 
     Raises:
-        InputError: if an argument is invalid, ``real`` fits no attention, there is no sample or nothing but PAD,
-            no query has enough keys, the model cannot run on the inputs or has no attention that can be captured,
-            or no k is in 1 … length.
+        InputError: if an argument is invalid, ``real`` fits no attention, there is no query with enough keys, the
+            model cannot run on the inputs or has no attention that can be captured, or no k is in 1 … length.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -176,8 +166,8 @@ def measure(
     return Measurements(
         models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
-        remarks=remarks_table(loaded.path, run.audit),
-        skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
+        remarks=collector.remarks_table(loaded.path, run.audit),
+        skipped=collector.skipped_table(loaded.path, run.audit, collected.layers.modules),
         provenance=_provenance(run, queries, min_keys),
         **tables,
     )
@@ -250,13 +240,11 @@ def no_attention(path: str, audit: Audit) -> InputError:
 
 
 def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) -> None:
-    """Refuse to go on without any query."""
     if rows.empty:
         ways = ["a larger --queries"] * (draws.share < 1) + ["a smaller --min-keys"] * (least > 1)
-        problem = (
-            f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
-        )
-        raise InputError(f"{problem} Use {' or '.join(ways)}." if ways else problem)
+        some, keys = "drawn " * (draws.share < 1), f"{least} keys" if least > 1 else "a key"
+        way = f" Use {' or '.join(ways)}." if ways else ""
+        raise InputError(f"No {some}query of {path} has {keys}.{way}")
 
 
 _ENCODER_FACTS = (
@@ -270,17 +258,11 @@ def _model_row(
     layers = collected.layers
     row: dict[str, object] = {
         "model": loaded.path,
-        "sha256": loaded.sha256,
-        "weights_sha256": loaded.weights_sha256,
-        "source": loaded.source,
-        "snapshot": loaded.snapshot,
-        "task": loaded.task,
+        **{name: getattr(loaded, name) for name in ("sha256", "weights_sha256", "source", "snapshot", "task")},
         "attention": layers.kind,
         "k": None,
         "global_tokens": 0,
-        "norm": None,
-        "pooling": None,
-        "setting": None,
+        **dict.fromkeys(("norm", "pooling", "setting")),
         "seed": loaded.seed,
         "epoch": loaded.epoch,
         "blocks": len(layers),
@@ -351,9 +333,10 @@ class Conditions:
         for plan in self.plans:
             if type(plan) not in probes():
                 raise TypeError(f"Plans must be {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
-        kinds = [type(plan) for plan in self.plans]
-        twice = [kind.__name__ for kind in kinds if kinds.count(kind) > 1]
-        if twice:  # the later one's tables would replace the earlier one's
+        kinds = [
+            type(plan).__name__ for plan in self.plans
+        ]  # a later plan's tables would replace an earlier one's
+        if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
             raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
 
     def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:

@@ -17,17 +17,7 @@ from torch import Tensor
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
 from semdiag.measuring.probe import EVERYWHERE, optional_tables, percentile_rows
-from semdiag.measuring.table import (
-    CORE,
-    DEFAULTS,
-    GONE,
-    LATER,
-    SHARES,
-    TABLES,
-    read_parquet,
-    rows_of,
-    with_new_names,
-)
+from semdiag.measuring.table import CORE, DEFAULTS, TABLES, read_parquet, rows_of
 from semdiag.measuring.words import counted
 from semdiag_models import InputError, sha256
 from semdiag_models.reading import MEBIBYTE, check_packed, open_file, read_bytes, read_json, require_memory
@@ -88,11 +78,8 @@ def _npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
         file.seek(0)
         content = np.load(file, allow_pickle=False)
         stored = content.zip.namelist()
-        members = {
-            name: content.zip.getinfo(name if name in stored else f"{name}.npy")
-            for name in content.files
-            if name in names
-        }
+        chosen = [name for name in content.files if name in names]
+        members = {name: content.zip.getinfo(name if name in stored else f"{name}.npy") for name in chosen}
         require_memory(sum(member.file_size for member in members.values()), f"{path}, unpacked,")
         arrays = {}
         for name, member in members.items():
@@ -114,7 +101,6 @@ def _safetensors(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def _stored(path: Path, file: BufferedReader, offset: int, entry: Any) -> Tensor:
-    """Read one tensor of a safetensors file."""
     kind, shape, (begin, end) = _TYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
     if kind is None:
         raise InputError(f"{path} holds numbers of type {str(entry['dtype'])[:20]}; known: {', '.join(_TYPES)}.")
@@ -138,9 +124,8 @@ def _parquet(path: Path, names: Collection[str]) -> dict[str, Tensor]:
         whole = pq.ParquetFile(file)
         known, wanted = whole.metadata, [name for name in whole.schema_arrow.names if name in names]
         places = [c for c in range(known.num_columns) if known.schema.column(c).path.split(".")[0] in wanted]
-        texts = [
-            known.schema.column(c).path for c in places if "BYTE_ARRAY" in known.schema.column(c).physical_type
-        ]
+        columns = [known.schema.column(c) for c in places]
+        texts = [column.path for column in columns if "BYTE_ARRAY" in column.physical_type]
         if texts:
             raise InputError(f"{path}: the column {texts[0]} holds texts, not numbers.")
         size, stored = 0, 0
@@ -181,12 +166,13 @@ def write_sums(folder: Path, names: Collection[str]) -> None:
 
 def _check_sums(folder: Path, names: Collection[str]) -> None:
     """Refuse files that differ from those of :func:`write_sums`; without its file, check nothing."""
-    if not (folder / SUMS).exists():  # an older version saved the folder
+    if not (folder / SUMS).exists():
         return
     lines = read_bytes(folder / SUMS, MEBIBYTE).decode("utf-8", errors="replace").splitlines()
     recorded = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    for name in sorted({*recorded, *names}):
-        if name not in names or name not in recorded or sha256(folder / name) != recorded[name]:
+    for name in sorted({*recorded, *names}):  # also tables of another version, which this one does not read
+        here = Path(name).name == name and (folder / name).is_file()
+        if not here or name not in recorded or sha256(folder / name) != recorded[name]:
             raise InputError(
                 f"{folder / name} differs from what {SUMS} beside it recorded: it is damaged, missing or changed. "
                 f"Restore it from a copy, or remove {SUMS} if the change is intended."
@@ -201,25 +187,19 @@ class Measurements:
     :func:`~semdiag.measuring.probe.optional_tables`, are empty if they were not measured.
 
     Args:
-        models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,
-            global_tokens, norm, pooling, setting (other deviations from the defaults), seed, epoch, blocks, heads,
-            length, parameters, samples, drawn (queries per sample and head of the longest sequence; 0 for all),
-            share (of the queries that were looked at), share_kept (of these, in the table of queries), inputs,
-            accuracy, number of attention layers found and captured, residual. For an external model, unknown
-            entries are missing, blocks are its attention layers, and attention is ``full``, ``causal`` or
-            ``masked``.
-        queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
-            separation (+inf if nothing is dropped), largest_weight (of its attention weights); for models with
-            hashes or clusters recall (of the k largest scores); and dispersion_kK, separation_kK, weight_kept_kK
-            (share of the weight on the K largest) for each counterfactual K.
+        models: one row per model: path, origin, task, attention, other settings, sizes, samples, drawn (queries
+            per sample and head of the longest sequence; 0 for all), share (of the queries that were looked at),
+            share_kept (of these, in the table of queries), accuracy, numbers of attention layers found and
+            captured, residual. For an external model, unknown entries are missing, blocks are its attention
+            layers, and attention is ``full``, ``causal`` or ``masked``.
+        queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion, separation
+            (+inf if nothing is dropped), largest_weight; for models with hashes or clusters recall (of the k
+            largest scores); and dispersion_kK, separation_kK, weight_kept_kK for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, load_kK, and the weight received, Σ_i p_ij.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
-        tables: further tables by name; omitted ones are empty.
-
-    Raises:
-        TypeError: if a table has an unknown name.
+        tables: further tables by name; an unknown name is a TypeError.
     """
 
     models: pd.DataFrame
@@ -245,8 +225,7 @@ class Measurements:
             raise TypeError(
                 f"Tables of measurements are {', '.join([*TABLES, *optional_tables()])}. Got {unknown[0]!r}."
             )
-        missing = {name: value for name, value in DEFAULTS.items() if name not in models}
-        self.models = models.assign(**missing) if missing else models
+        self.models = models.assign(**{name: x for name, x in DEFAULTS.items() if name not in models})
         self.queries, self.loads, self.history, self.non_finite = queries, loads, history, non_finite
         self.provenance = {} if provenance is None else provenance
         self._tables = tables
@@ -265,8 +244,7 @@ class Measurements:
     def __repr__(self) -> str:
         tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
         measured = [f"{name} ({counted(len(table), 'row')})" for name, table in tables.items() if len(table)]
-        some = counted(len(self.models), "model")
-        return f"Measurements of {some}: {', '.join(measured)}"
+        return f"Measurements of {counted(len(self.models), 'model')}: {', '.join(measured)}"
 
     def replace(self, provenance: dict[str, Any] | None = None, /, **tables: pd.DataFrame) -> Self:
         """Return these measurements with some tables, or the provenance, replaced or added."""
@@ -292,11 +270,7 @@ class Measurements:
             filled = [table for table in several if len(table)] or several[:1]
             tables[name] = pd.concat(filled, ignore_index=True)
         first, *others = (part.provenance for part in parts)
-        shared = {
-            name: value
-            for name, value in first.items()
-            if all(name in other and other[name] == value for other in others)
-        }
+        shared = {n: x for n, x in first.items() if all(n in other and other[n] == x for other in others)}
         return cls(**tables, provenance=shared)
 
     def save(self, folder: Path | str) -> None:
@@ -304,8 +278,6 @@ class Measurements:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMS).unlink(missing_ok=True)
-        for name in GONE:
-            (folder / f"{name}.parquet").unlink(missing_ok=True)
         for name in (*TABLES, *optional_tables()):
             file, table = folder / f"{name}.parquet", getattr(self, name)
             if name not in TABLES and table.empty:
@@ -325,25 +297,19 @@ class Measurements:
         folder = Path(folder)
         _check_sums(folder, _files(folder))
         try:
-            tables = {name: with_new_names(read_parquet(folder / f"{name}.parquet")) for name in TABLES}
-            for name in optional_tables():
+            tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
+            for name, declared in optional_tables().items():
                 file = folder / f"{name}.parquet"
-                tables[name] = (
-                    with_new_names(read_parquet(file)) if file.exists() else optional_tables()[name].empty()
-                )
+                tables[name] = read_parquet(file) if file.exists() else declared.empty()
             provenance = read_json(folder / "provenance.json")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        for name, columns in LATER.items():
-            absent = {column: value for column, value in columns.items() if column not in tables[name]}
-            tables[name] = tables[name].assign(**absent)
         for table in (*CORE, *optional_tables().values()):
             table.check(tables[table.name], str(folder / f"{table.name}.parquet"))
         _check_together(folder, tables, provenance)
-        tables["models"] = _with_shares(tables, provenance, str(folder / "models.parquet"))
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:
@@ -354,38 +320,22 @@ class Measurements:
 
     def _repr_html_(self) -> str:
         columns = ["layer", "head", "queries", "mean", "p50", "p95", "p100"]
-        parts = []
+        text = ""
         for row in self.models.itertuples():
             rows = self.queries[self.queries["model"] == row.model]
             table = percentile_rows(rows, "dispersion", "layer", "head").sort_values(["layer", "head"])
-            title = f"Semantic dispersion (nats), {row.task} {row.attention}: {row.model}"
-            parts.append(
-                f"<p>{escape(title)}</p>{table[columns].to_html(index=False, float_format='{:.3g}'.format)}"
-            )
-        return "".join(parts)
+            text += f"<p>{escape(f'Semantic dispersion (nats), {row.task} {row.attention}: {row.model}')}</p>"
+            text += table[columns].to_html(index=False, float_format="{:.3g}".format)
+        return text
 
 
 def _files(folder: Path) -> list[str]:
     """Return the names of the files in a folder that a version of :meth:`Measurements.save` wrote."""
-    names = (*(f"{name}.parquet" for name in (*TABLES, *optional_tables(), *GONE)), "provenance.json")
+    names = (*(f"{name}.parquet" for name in (*TABLES, *optional_tables())), "provenance.json")
     return [name for name in names if (folder / name).exists()]
 
 
-def _with_shares(tables: dict[str, pd.DataFrame], provenance: dict[str, Any], where: str) -> pd.DataFrame:
-    """Return the models with all of their shares."""
-    models = tables["models"]
-    missing = {name: DEFAULTS[name] for name in SHARES.columns if name not in models}
-    filled = models.assign(**missing)
-    SHARES.check(filled, where)
-    if "share_kept" not in missing:
-        return filled
-    if "queries" in provenance:
-        return filled.assign(drawn=np.where(filled["share"] < 1, provenance["queries"], 0))
-    return filled.assign(share=1.0, share_kept=filled["share"])
-
-
 def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:
-    """Refuse tables that contradict each other."""
     models = tables["models"]["model"]
     if not isinstance(provenance, dict):
         raise InputError(f"{folder / 'provenance.json'} must hold a JSON object.")

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -35,21 +35,14 @@ _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes who
 
 def _given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
     """Return the labels among a model's inputs and their name; an empty name and None if there are none."""
-    if isinstance(batch, Mapping):
-        named = dict(batch)
-    elif isinstance(batch, tuple | list):
-        try:
-            parameters = [*inspect.signature(module.forward).parameters]
-        except (TypeError, ValueError):
-            return "", None
-        named = dict(zip(parameters, batch, strict=False))
-    else:
-        return "", None
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    if isinstance(batch, tuple | list):
+        with suppress(TypeError, ValueError):  # a forward without a signature
+            named = dict(zip(inspect.signature(module.forward).parameters, batch, strict=False))
     return next(((name, named[name]) for name in _NAMES if named.get(name) is not None), ("", None))
 
 
 def _targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
-    """Return labels as the targets of logits."""
     samples, positions, classes = values.shape
     what = f"{samples} samples of {positions} predictions among {classes} classes"
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
@@ -231,23 +224,18 @@ class Reader:
             self._moved = None if there == earlier else earlier < there  # the nearer of two that are near
             return ""
         places = ("", " (each label one position earlier)")
-        texts = [f"{x:.4g}{at}" for x, at in zip(ours, places, strict=True) if math.isfinite(x)]
-        return (
-            f"on the first batch the model's own loss is {value:.4g}, and that of its logits {' or '.join(texts)}"
-        )
+        texts = " or ".join(f"{x:.4g}{at}" for x, at in zip(ours, places, strict=True) if math.isfinite(x))
+        return f"on the first batch the model's own loss is {value:.4g}, and that of its logits {texts}"
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
         name, given = _given_labels(self._module, batch) if labels is None else ("labels", labels)
-        if given is not None:
-            targets = _targets_of(given, name, values)
-            moved = self._moved
-            if moved is None:
-                moved = _moved_by_one(self._module, targets, name, ids, self.causal)
-            if moved:
-                return _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
-            return targets
-        return None if ids is None else _next_tokens(ids, counted)
+        if given is None:
+            return None if ids is None else _next_tokens(ids, counted)
+        targets, moved = _targets_of(given, name, values), self._moved
+        if moved is None:
+            moved = _moved_by_one(self._module, targets, name, ids, self.causal)
+        return _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool)) if moved else targets
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
@@ -257,34 +245,26 @@ def difference(after: Tensor, before: Tensor) -> Tensor:
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
     """Return the output's tensor, samples first, and whether it is called logits."""
-    compared, named = output if isinstance(output, Tensor) else None, False
-    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
-        compared, named = output["logits"], True
-    if compared is None:
-        compared = next(iter(_comparable(output).values()), None)
-    if compared is None or not compared.is_floating_point():
-        kind = f"tensor of {str(getattr(compared, 'dtype', '')).removeprefix('torch.')}"
-        kind = type(output).__name__ if compared is None else kind
+    named = isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor)
+    values = output["logits"] if named else output
+    if not isinstance(values, Tensor):
+        values = next(iter(_comparable(output).values()), None)
+    if values is None or not values.is_floating_point():
+        kind = type(output).__name__ if values is None else f"tensor of {str(values.dtype).removeprefix('torch.')}"
         raise TypeError(f"its output, a {kind}, holds no tensor of floating-point numbers")
-    return _samples_first(compared, batching.samples_of(batch)), named
+    samples = batching.samples_of(batch)
+    if samples in values.shape[:1]:
+        return values, named
+    if samples in values.shape[1:2]:  # sequence first
+        return values.transpose(0, 1), named
+    raise TypeError(f"its output, of shape {tuple(values.shape)}, has no axis of the batch's samples, {samples}")
 
 
 def _comparable(output: Any) -> dict[str, Tensor]:
     """Return the tensors of an output of several that may be representations, by name or index."""
-    if isinstance(output, Mapping):
-        parts = {str(name): x for name, x in output.items()}
-    else:
-        several = output if isinstance(output, tuple | list) else ()
-        parts = {f"number {place}": x for place, x in enumerate(several, 1)}
-    return {n: x for n, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2}
-
-
-def _samples_first(values: Tensor, samples: int) -> Tensor:
-    if samples in values.shape[:1]:
-        return values
-    if samples in values.shape[1:2]:  # sequence first
-        return values.transpose(0, 1)
-    raise TypeError(f"its output, of shape {tuple(values.shape)}, has no axis of the batch's samples, {samples}")
+    several = enumerate(output, 1) if isinstance(output, tuple | list) else ()
+    parts = output.items() if isinstance(output, Mapping) else ((f"number {place}", x) for place, x in several)
+    return {str(n): x for n, x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2}
 
 
 def _predicts_pixels(module: nn.Module) -> bool:
@@ -329,7 +309,6 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
 
 
 def _sample(batch: Batch, at: int) -> Batch:
-    """Return one sample of a batch that can be cut."""
     return next(islice(batching.each(batch, 1), at, None))
 
 
@@ -480,12 +459,9 @@ def masked_language(
         return batches
     for number, batch in enumerate(given):
         ids: Tensor = batch["input_ids"]
-        masked = tokenise.mask(ids.cpu(), seed + number, _SHARE)
-        if masked is None:
+        if (masked := tokenise.mask(ids.cpu(), seed + number, _SHARE)) is None:
             return batches
         batch["input_ids"], batch["labels"] = (x.to(ids.device) for x in masked)
-    remark(
-        f"run with {_SHARE:.0%} of the tokens masked (seed {seed}): the loss is that of these tokens",
-        "tokens-masked",
-    )
+    text = f"run with {_SHARE:.0%} of the tokens masked (seed {seed}): the loss is that of these tokens"
+    remark(text, "tokens-masked")
     return [*given]

@@ -18,7 +18,7 @@ from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring import PROBE_SOURCES
-from semdiag.measuring.table import ALL, CALLS, HEADS, REMARKS, SKIPPED, Table
+from semdiag.measuring.table import ALL, CALLS, HEADS, REMARKS, SKIPPED, Table, columns_of
 from semdiag.measuring.training_runs import RUNS
 from semdiag_models import InputError
 
@@ -52,13 +52,10 @@ class Subject:
     queries: int | None = None  # number drawn per sample and head; None means all
     few: int | None = None  # number of samples for costly probes; None means all
     after_point: Callable[[int], None] = lambda points: None  # called with the number of finished steps
-    # called with the number of steps, if it becomes known only while measuring
-    expect: Callable[[int], None] = lambda steps: None
+    expect: Callable[[int], None] = lambda steps: None  # called with the number of steps that becomes known later
     missing: dict[str, Remark] = field(default_factory=dict)  # reason why something is not available, by its name
-    # other remarks on how the model was measured, which probes add
-    said: list[Remark] = field(default_factory=list)
-    # observer of the clean pass by name of its probe
-    watchers: dict[str, Watcher] = field(default_factory=dict)
+    said: list[Remark] = field(default_factory=list)  # other remarks on how the model was measured
+    watchers: dict[str, Watcher] = field(default_factory=dict)  # observer of the clean pass by name of its probe
 
     def note(self, name: str, why: str, where: str = "") -> None:
         """Note that something is not available for this model."""
@@ -118,14 +115,12 @@ class Probe:
     name: str  # name in messages
     plan: type  # frozen dataclass of its options; a survey finds the probe by the type of a plan
     tables: tuple[Table, ...]  # tables that it makes
-    # makes tables by name from subject, plan and the result of ``prepare``
-    measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
+    measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]  # of a plan, and what ``prepare`` returned
     # makes an observer of the clean pass from the arguments of ``measure``; None for no observer
     watch: Callable[[Subject, Any, Any], Watcher | None] = lambda subject, plan, prepared: None
     prepare: Callable[[Any, Any], Any] = _none
     check: Callable[[LoadedModel, Any, Any], object] = _none
-    # number of steps for one encoder, from the plan, for the progress bar
-    steps: Callable[[Any], int] = lambda plan: 0
+    steps: Callable[[Any], int] = lambda plan: 0  # for one encoder, from the plan, for the progress bar
     # what to record, from the plan, the largest number of samples of a model, and the number of few
     provenance: Callable[[Any, int, int], dict[str, Any]] = _none
     draws: bool = False  # whether it works on drawn queries; other probes need every query
@@ -193,15 +188,10 @@ SKETCHES = Table(
     "One row per quantity, layer and head (ALL: pooled) of a model with more queries or keys than are kept row by "
     "row: numbers, mean and extremes (p0, p100) are exact; the other percentiles may be those of a rank that is "
     "off by rank_error (with 99% confidence).",
-    {
-        "model": "str",
-        "quantity": "str",
-        **dict.fromkeys(("layer", "head", "queries"), "int64"),
-        "mean": "float64",
-        **{f"p{p}": "float64" for p in PERCENTILES},
-        **dict.fromkeys(("undefined", "not_positive"), "int64"),
-        "rank_error": "float64",
-    },
+    columns_of(
+        f"model quantity str; layer head queries int64; mean {' '.join(f'p{p}' for p in PERCENTILES)} float64; "
+        "undefined not_positive int64; rank_error float64"
+    ),
 )
 
 
@@ -227,9 +217,8 @@ class KeptRows:
         self.parts.append(part)
         self._rows += len(part["layer"])
         while self._rows > self._limit:
-            if self.share == 1:
-                for earlier in self.parts:
-                    self._count(earlier)
+            for earlier in self.parts if self.share == 1 else ():
+                self._count(earlier)
             self.share /= 2
             self.parts = [self._thinned(earlier, 0.5) for earlier in self.parts]
             self._rows = sum(len(earlier["layer"]) for earlier in self.parts)
@@ -257,8 +246,12 @@ class KeptRows:
         totals = pd.concat(levels).groupby(["quantity", "layer", "head"]).agg(_TOTALS)
         for row in totals.reset_index().to_dict("records"):
             drawn = self._sample(row["quantity"], row["layer"], row["head"])
-            cuts = np.percentile(drawn, PERCENTILES[1:-1]) if len(drawn) else [math.nan] * (len(PERCENTILES) - 2)
-            ends = [row["min"], *cuts, row["max"]]
+            inner = PERCENTILES[1:-1]
+            ends = [
+                row["min"],
+                *(np.percentile(drawn, inner) if len(drawn) else [math.nan] * len(inner)),
+                row["max"],
+            ]
             yield {
                 **{name: row[name] for name in ("quantity", "layer", "head", "undefined", "not_positive")},
                 "queries": row["count"] + row["undefined"],

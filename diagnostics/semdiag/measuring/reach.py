@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, product
+from itertools import combinations, islice, product
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from semdiag.mathematics.score_strips import as_mask
 from semdiag_models import Task
 from semdiag_models.attention import ATTENTIONS
 from semdiag_models.config import ModelConfig
@@ -38,16 +39,14 @@ def _steps(config: ModelConfig, layer: int) -> Tensor:
     positions = config.length + config.extra_tokens
     if ATTENTIONS[config.attention].keeps != "fixed":
         return torch.ones(positions, positions)
-    everywhere = config.everywhere
+    front, back = config.everywhere
     blank = torch.zeros(1, config.heads, positions, 1)
     with torch.device("meta"):  # its weights are not needed
         attention = Attention(config, layer)
     kept = attention.select(blank, blank, None)
     assert kept is not None  # a fixed set
-    steps = torch.zeros(config.heads, positions, positions + 1)
-    steps = steps.scatter(2, kept[0].where(kept[0] >= 0, positions), 1.0).amax(0)[:, :positions]
-    steps[: everywhere[0]] = 1.0
-    steps[positions - everywhere[1] :] = 1.0
+    steps = as_mask(kept, positions)[0].any(0).float()
+    steps[:front] = steps[positions - back :] = 1.0
     return steps + torch.eye(positions)
 
 
@@ -78,7 +77,7 @@ def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[_Witne
     """Yield inputs of zeros except for two bits, whose sum modulo 2 is the label."""
     for a, b in places:
         inputs: _Witness = []
-        for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for first, second in product((0, 1), repeat=2):
             tokens = [0] * length
             tokens[a], tokens[b] = first, second
             inputs.append((tokens, first ^ second, 1 - (first ^ second)))
@@ -97,13 +96,12 @@ def _missing_duplicate(task: Task, length: int) -> Iterator[_Witness]:
             tokens[place] = 2
             yield tokens
 
-    for a in range(half):
-        for b in range(a + 1, half):
-            inputs: _Witness = []
-            for at, other in ((a, b), (b, a)):
-                inputs += [(tokens, 1, 0) for tokens in hidden(at, 1, other, 0)] * 2
-                inputs += [(tokens, 0, 1) for value in (0, 1) for tokens in hidden(at, 0, other, value)]
-            yield inputs
+    for a, b in combinations(range(half), 2):
+        inputs: _Witness = []
+        for at, other in ((a, b), (b, a)):
+            inputs += [(tokens, 1, 0) for tokens in hidden(at, 1, other, 0)] * 2
+            inputs += [(tokens, 0, 1) for value in (0, 1) for tokens in hidden(at, 0, other, value)]
+        yield inputs
 
 
 def _stack_manipulation(task: Task, length: int) -> Iterator[_Witness]:
@@ -141,21 +139,15 @@ def _filler(length: int) -> str:
 def _modular_arithmetic(task: Task, length: int) -> Iterator[_Witness]:
     """Yield sums of a digit at the start and one at the end."""
     if length >= 9:
-        middle = _filler(length - 8)
-        yield [
-            (task.parse(f"({a}+({middle}+{b}))"), (a + b) % MODULUS, (a + b + 1) % MODULUS)
-            for a, b in product(range(MODULUS), repeat=2)
-        ]
+        texts = {(a, b): f"({a}+({_filler(length - 8)}+{b}))" for a, b in product(range(MODULUS), repeat=2)}
+        yield [(task.parse(x), (a + b) % MODULUS, (a + b + 1) % MODULUS) for (a, b), x in texts.items()]
 
 
 def _solve_equation(task: Task, length: int) -> Iterator[_Witness]:
     """Yield equations for the summand to a digit at the start, with the sum after the equals sign."""
     if length >= 11:
-        middle = _filler(length - 10)
-        yield [
-            (task.parse(f"({a}+({middle}+x))={v}"), (v - a) % MODULUS, (v - a + 1) % MODULUS)
-            for a, v in product(range(MODULUS), repeat=2)
-        ]
+        texts = {(a, v): f"({a}+({_filler(length - 10)}+x))={v}" for a, v in product(range(MODULUS), repeat=2)}
+        yield [(task.parse(x), (v - a) % MODULUS, (v - a + 1) % MODULUS) for (a, v), x in texts.items()]
 
 
 WITNESSES: dict[str, Callable[[Task, int], Iterator[_Witness]]] = {

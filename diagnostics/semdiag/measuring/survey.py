@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from semdiag.measuring.calls.memory import demand, fitting_batch, halving
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Subject
+from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.probe import probes as all_probes
 from semdiag.measuring.table import REMARKS
 from semdiag.measuring.words import counted
@@ -30,6 +30,9 @@ from semdiag_models.training import find_device, with_float64
 
 if TYPE_CHECKING:
     from semdiag_models.workers import Workers
+
+
+Asked = tuple[Probe, Any, Any]  # a probe, its plan, and what it prepared
 
 
 class Inputs(NamedTuple):
@@ -46,8 +49,7 @@ class Progress(NamedTuple):
 
     announce: Callable[[str, int], None] = lambda model, samples: None
     after_batch: Callable[[int], None] = lambda samples: None  # called with the number of finished steps
-    # called with the number of steps of the current stage, if it becomes known later
-    expect: Callable[[int], None] = lambda steps: None
+    expect: Callable[[int], None] = lambda steps: None  # with the steps of a stage that become known later
     say: Callable[[str], None] = lambda text: None  # called with what a long run will take
 
 
@@ -69,31 +71,32 @@ def survey(
     device, conditions = _decided(loaded, conditions)
     for model in loaded if conditions.encoders_only else ():
         _ = model.encoder  # refuses any other model
-    inputs = (
-        [given or Inputs(*inputs_of(model, conditions), model) for model in loaded] if elsewhere is None else []
-    )
-    probes = [(all_probes()[type(plan)], plan) for plan in conditions.plans]
-    prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
+    inputs = [given or Inputs(*inputs_of(x, conditions), x) for x in loaded] if elsewhere is None else []
+    asked = _prepared(conditions)
     for model in loaded:
-        for (probe, plan), known in zip(probes, prepared, strict=True):
+        for probe, plan, known in asked:
             probe.check(model, plan, known)
     progress = Progress(announce, after_batch, expect, say)
     if elsewhere is not None:
         parts = elsewhere([model.path for model in loaded], conditions)
     else:
         parts = []
-        for model, own_inputs in zip(loaded, inputs, strict=True):
-            ours = own or not isinstance(models[len(parts)], LoadedModel)
-            parts.append(_surveyed(model, own_inputs, conditions, device, prepared, ours, progress))
+        for model, named, known in zip(loaded, models, inputs, strict=True):
+            ours = own or not isinstance(named, LoadedModel)
+            parts.append(_surveyed(model, known, conditions, device, asked, ours, progress))
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
     joined.provenance.update(seed=conditions.seed, samples=largest)
     few = min(conditions.probe_samples or largest, largest)
-    for probe, plan in probes:
-        measured = any(not model.external for model in loaded) or len(getattr(joined, probe.tables[0].name))
-        if measured:  # external models may have measured something else
+    for probe, plan, _ in asked:  # external models may have measured something else
+        if any(not model.external for model in loaded) or len(getattr(joined, probe.tables[0].name)):
             joined.provenance.update(probe.provenance(plan, largest, few))
     return joined
+
+
+def _prepared(conditions: Conditions) -> list[Asked]:
+    probes = [(all_probes()[type(plan)], plan) for plan in conditions.plans]
+    return [(probe, plan, probe.prepare(plan, conditions)) for probe, plan in probes]
 
 
 def _decided(loaded: Sequence[LoadedModel], conditions: Conditions) -> tuple[torch.device, Conditions]:
@@ -113,7 +116,7 @@ def _surveyed(
     inputs: Inputs,
     conditions: Conditions,
     device: torch.device,
-    prepared: Sequence[Any],
+    asked: Sequence[Asked],
     ours: bool,
     progress: Progress,
 ) -> Measurements:
@@ -133,7 +136,7 @@ def _surveyed(
 
     def run(cut: list[Batch], at_once: int) -> Measurements:
         now = replace(conditions, batch_size=at_once)
-        return _measured(model, inputs._replace(batches=cut), now, device, prepared, progress)
+        return _measured(model, inputs._replace(batches=cut), now, device, asked, progress)
 
     return halving(run, batches, size, lambda text: progress.say(f"{model.path}: {text}."))
 
@@ -143,7 +146,7 @@ def _measured(
     inputs: Inputs,
     conditions: Conditions,
     device: torch.device,
-    prepared: Sequence[Any],
+    asked: Sequence[Asked],
     progress: Progress,
 ) -> Measurements:
     """Measure one model in batches that may be too large."""
@@ -153,8 +156,6 @@ def _measured(
         model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
         conditions.queries, conditions.probe_samples, progress.after_batch, progress.expect,
     )  # fmt: skip
-    probes = [all_probes()[type(plan)] for plan in conditions.plans]
-    asked = [*zip(probes, conditions.plans, prepared, strict=True)]
     for probe, plan, known in asked:
         subject.watch(probe, plan, known)
     part = measure(
@@ -280,41 +281,31 @@ def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditi
 
 def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[Remark]:
     """Return remarks on a model and its inputs that matter whatever is measured."""
-    remarks = []
+    said = []
     if isinstance(model.module, Encoder):
         config, lengths = model.module.config, sorted({longest(batch) for batch in batches})
         usual = config.length if model.training is None or config.pad_as_token else model.training.length
         text = f"the inputs are {', '.join(map(str, lengths))} tokens long, but the model was trained on {usual}"
-        remarks += [Remark("", text, "input-length")] * (lengths != [usual])
+        said += [(text, "input-length")] * (lengths != [usual])
     if places := model.contradicted_by:
-        remarks.append(
-            Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ")
-        )
+        said.append((f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
     if model.not_loaded:
-        remarks.append(Remark("", f"{model.not_loaded}: they keep their random values", "weights-not-loaded"))
+        said.append((f"{model.not_loaded}: they keep their random values", "weights-not-loaded"))
     if not model.external and model.encoder.config.attention == "redrawn":
         text = f"draws new random keys in every forward pass; measured with those of seed {seed}"
-        remarks.append(Remark("", text, "redrawn-keys"))
-    return remarks
+        said.append((text, "redrawn-keys"))
+    return [Remark("", *each) for each in said]
 
 
-@dataclass(frozen=True)
-class MeasuringOrder:
-    """What a worker process needs to measure a model; everything in it can be pickled."""
-
-    path: str  # path of the model
-    conditions: Conditions  # conditions of the survey
-
-
-def run_order(order: MeasuringOrder) -> Measurements | str:
-    """Measure a model on one CPU thread, in a process of its own."""
+def run_order(order: tuple[str, Conditions]) -> Measurements | str:
+    """Measure the model at a path on one CPU thread, in a process of its own; everything here can be pickled."""
+    path, conditions = order
     torch.set_num_threads(1)
     try:
-        (model,) = load_all([order.path], order.conditions.config, order.conditions.head)
-        device, conditions = _decided([model], order.conditions)
+        (model,) = load_all([path], conditions.config, conditions.head)
+        device, conditions = _decided([model], conditions)
         inputs = Inputs(*inputs_of(model, conditions), model)
-        prepared = [all_probes()[type(plan)].prepare(plan, conditions) for plan in conditions.plans]
-        return _surveyed(model, inputs, conditions, device, prepared, True, Progress())
+        return _surveyed(model, inputs, conditions, device, _prepared(conditions), True, Progress())
     except InputError as error:
         return str(error)
 

@@ -1,10 +1,8 @@
 """Declared tables: columns, types and ranges, the tables of every forward pass, and their files."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,27 +16,14 @@ from semdiag_models.reading import check_packed, csv_cell, from_csv_cell, open_f
 if TYPE_CHECKING:
     import pyarrow
 
-_KINDS = {
-    **dict.fromkeys(("int32", "int64", "Int64"), "int"),
-    **dict.fromkeys(("float32", "float64"), "float"),
-    "bool": "bool",
-    "str": "text",
-}
-_READ_AS = {
-    "text": ("text",),
-    "bool": ("bool",),
-    "int": ("int",),
-    "float": ("float", "int"),
-}  # kinds accepted for a declared kind
+_KINDS = dict.fromkeys(("int32", "int64", "Int64"), "int") | dict.fromkeys(("float32", "float64"), "float")
+_KINDS |= {"bool": "bool", "str": "text"}
 _COUNT = 0, 2**31 - 1
 _RANGES: dict[str, tuple[float, float]] = {  # ranges of columns with the same meaning in every table
-    **dict.fromkeys(
-        ("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws", "drawn"), _COUNT
-    ),
+    **dict.fromkeys(("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws"), _COUNT),
+    **dict.fromkeys(("drawn", "attention_found", "attention_captured", "length"), _COUNT),  # length 0: not cut
     **dict.fromkeys(("layer", "head"), (-1, 2**31 - 1)),
     **dict.fromkeys(("blocks", "heads", "samples", "width"), (1, 2**31 - 1)),
-    "length": _COUNT,  # 0: inputs that --lengths did not cut
-    **dict.fromkeys(("attention_found", "attention_captured"), _COUNT),
     **dict.fromkeys(("dispersion", "residual", "residual_over_rounding", "rounding"), (0, float("inf"))),
     **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),
 }
@@ -54,47 +39,35 @@ class Table:
     about: str  # meaning of a row, and of columns that need explanation, with units
     columns: Mapping[str, str]  # pandas types by name, of the kinds bool, int, float and text
 
-    def __post_init__(self) -> None:
-        unknown = set(self.columns.values()) - set(_KINDS)
-        if unknown:
-            raise ValueError(f"Columns must be of types {', '.join(_KINDS)}. Got {sorted(unknown)[0]}.")
-
     def empty(self) -> pd.DataFrame:
         """Return the table without rows."""
-        return self._without_rows.copy()
-
-    @cached_property
-    def _without_rows(self) -> pd.DataFrame:
         return self.of_rows([])
 
     def of_rows(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         """Return the table with these rows; ignore entries that are no column."""
         listed = list(rows)
-        table = pd.DataFrame({column: [row[column] for row in listed] for column in self.columns})
-        return self._typed(table)
+        return typed(pd.DataFrame({name: [row[name] for row in listed] for name in self.columns}), self.columns)
 
     def of_parts(self, parts: Iterable[pd.DataFrame]) -> pd.DataFrame:
         """Return the concatenation of parts, without undeclared columns; empty without parts."""
         listed = list(parts)
         if not listed:
             return self.empty()
-        return self._typed(pd.concat(listed, ignore_index=True)[list(self.columns)])
-
-    def _typed(self, table: pd.DataFrame) -> pd.DataFrame:
-        with np.errstate(over="ignore"):  # in diverged models, float32 overflows to infinity
-            return typed(table, self.columns)
+        return typed(pd.concat(listed, ignore_index=True)[list(self.columns)], self.columns)
 
     def check(self, table: pd.DataFrame, where: str) -> None:
         """Refuse a table from a file that lacks a column or has one of another type."""
         for column, wanted in self.columns.items():
             if column not in table:
                 raise InputError(f"{where} lacks the column {column}. Measure again with this version of semdiag.")
-            if len(table) and _kind(table[column]) not in _READ_AS[_KINDS[wanted]]:
+            if not len(table):
+                continue
+            kind = _KINDS[wanted]
+            if _kind(table[column]) not in (kind, "int" if kind == "float" else kind):
                 raise InputError(
                     f"{where} has {table[column].dtype} in the column {column}, which should be {wanted}."
                 )
-            if len(table):
-                _check_values(column, wanted, table[column], where)
+            _check_values(column, wanted, table[column], where)
 
 
 def columns_of(text: str) -> dict[str, str]:
@@ -103,6 +76,7 @@ def columns_of(text: str) -> dict[str, str]:
     return {name: kind for *names, kind in groups for name in names}
 
 
+@np.errstate(over="ignore")  # in diverged models, float32 overflows to infinity
 def typed(table: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
     """Return a table with the declared column types; missing texts stay missing."""
     if _OLD:
@@ -147,19 +121,6 @@ def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
     return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
 
 
-# Names that the version before wrote, as regular expressions, and their new names.
-_OLDER = {r"mass(_k\d+|_without_first)?": r"weight_kept\1", r"first_key(_k\d+)?": r"keeps_first\1"}
-
-
-def with_new_names(table: pd.DataFrame, older: Mapping[str, str] = _OLDER) -> pd.DataFrame:
-    """Return a table with the new names of columns and quantities that the version before wrote."""
-    for name, new in older.items():
-        table = table.set_axis([re.sub(f"^{name}$", new, str(column)) for column in table], axis=1)
-        if "quantity" in table:
-            table = table.assign(quantity=table["quantity"].replace(f"^{name}$", new, regex=True))
-    return table
-
-
 def read_parquet(path: Path) -> pd.DataFrame:
     """Read a table from a regular file."""
     import pyarrow as pa  # slow to import; not needed to measure one model
@@ -194,60 +155,41 @@ def _characters(texts: "pyarrow.Table") -> int:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    size = 0
-    for chunk in (
-        chunk for column in texts.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)
-    ):
-        size += pc.sum(pc.take(pc.binary_length(chunk.dictionary), chunk.indices)).as_py() or 0
-    return size
+    chunks = (x for column in texts.columns for x in column.chunks if pa.types.is_dictionary(x.type))
+    return sum(pc.sum(pc.take(pc.binary_length(x.dictionary), x.indices)).as_py() or 0 for x in chunks)
 
 
-_PLACE = {"model": "str", **dict.fromkeys(("sample", "layer", "head"), "int32")}
+_PLACE = columns_of("model str; sample layer head int32")
 # Tables of every measurement, with their required columns.
 CORE = (
     Table(
         "models",
         "One row per model.",
-        {
-            **dict.fromkeys(("model", "sha256", "source", "snapshot", "task", "attention", "inputs"), "str"),
-            **dict.fromkeys(("k", "seed", "epoch", "width"), "Int64"),
-            **dict.fromkeys(("blocks", "heads", "length", "parameters", "samples"), "int64"),
-            **dict.fromkeys(("attention_found", "attention_captured"), "int64"),
-            **dict.fromkeys(("accuracy", "residual"), "float64"),
-        },
+        columns_of(
+            "model sha256 source snapshot task attention inputs str; k seed epoch width Int64; blocks heads "
+            "length parameters samples drawn attention_found attention_captured int64; "
+            "accuracy residual share share_kept float64"
+        ),
     ),
     Table(
         "queries",
         "One row per query.",
-        {
-            **_PLACE,
-            **dict.fromkeys(("query", "keys", "kept"), "int32"),
-            **dict.fromkeys(("dispersion", "separation"), "float32"),
-        },
+        _PLACE | columns_of("query keys kept int32; dispersion separation float32"),
     ),
-    Table("loads", "One row per key.", {**_PLACE, "key": "int32", "load": "int32"}),
-    Table("history", "One row per epoch of each training run.", {"model": "str", "epoch": "float64"}),
+    Table("loads", "One row per key.", _PLACE | columns_of("key load int32")),
+    Table("history", "One row per epoch of each training run.", columns_of("model str; epoch float64")),
     Table(
         "non_finite",
         "One row per sample, layer and head with scores that are not finite.",
-        {**_PLACE, "scores": "int64"},
+        _PLACE | columns_of("scores int64"),
     ),
 )
 TABLES = tuple(table.name for table in CORE)
-# Values of columns of ``models`` that older folders and models of other kinds lack.
+# Values of columns of ``models`` that models of other kinds lack.
 DEFAULTS: dict[str, Any] = {
     "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "setting": "usual",
     "drawn": 0, "share": 1.0, "share_kept": 1.0, "residual_over_rounding": math.nan, "rounding": math.nan,
 }  # fmt: skip
-# Values of columns of other tables that older folders lack.
-LATER: dict[str, dict[str, Any]] = {
-    "remarks": {"code": "", "severity": "note"},
-    "rerun": {"kept": math.nan, "keys": math.nan},
-    "calls": {"residual_over_rounding": math.nan, "rounding": math.nan},
-}
-GONE = ("along", "predictors", "lengths", "end_points")  # tables of older folders that nothing reads any more
-# Those of them that enter calculations.
-SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
 RESIDUALS = "residual", "residual_over_rounding", "rounding"
 CALLS = Table(
     "calls",
@@ -256,17 +198,11 @@ CALLS = Table(
         "its mask, heads, number of calls and largest residual, relative to the largest output and in units of "
         "the possible effect of rounding, which itself is relative to the largest output."
     ),
-    {
-        "model": "str",
-        "layer": "int64",
-        "module": "str",
-        "occurrence": "int64",
-        **dict.fromkeys(("mechanism", "mask"), "str"),
-        **dict.fromkeys(("heads", "key_heads"), "int64"),
-        "width": "Int64",  # unknown where the scores alone are known
-        "calls": "int64",
-        **dict.fromkeys(RESIDUALS, "float64"),
-    },
+    # the width is unknown where the scores alone are known
+    columns_of(
+        "model str; layer int64; module str; occurrence int64; mechanism mask str; heads key_heads int64; width "
+        "Int64; calls int64; residual residual_over_rounding rounding float64"
+    ),
 )
 HEADS = Table(
     "heads",
@@ -275,11 +211,7 @@ HEADS = Table(
         "sink included), and the weight on the first key that is not padding. Further, shares of the queries: "
         "keeps_first, that keep this key; keeps_first_kK, that have it among their K largest scores."
     ),
-    {
-        "model": "str",
-        **dict.fromkeys(("layer", "head", "queries"), "int64"),
-        **dict.fromkeys(("entropy", "first_weight"), "float64"),
-    },
+    columns_of("model str; layer head queries int64; entropy first_weight float64"),
 )
 REMARKS = Table(
     "remarks",
@@ -287,7 +219,7 @@ REMARKS = Table(
         "One row per remark on captured attention, such as a mask that adds -10,000. code: its kind; severity: "
         "warning if it invalidates an answer or concerns the user's request, else note."
     ),
-    {**dict.fromkeys(("model", "module", "text", "code", "severity"), "str"), "times": "int64"},
+    columns_of("model module text code severity str; times int64"),
 )
 # A remark on models whose mask separates the tokens that decide the label.
 OUT_OF_REACH_CODE = "out-of-reach"
@@ -298,7 +230,7 @@ OUT_OF_REACH = (
 SKIPPED = Table(
     "skipped",
     "One row per operation that looks like attention but was not captured, with the reason.",
-    {**dict.fromkeys(("model", "module", "operation", "reason"), "str"), "times": "int64"},
+    columns_of("model module operation reason str; times int64"),
 )
 
 _MOST_COLUMNS = 10_000

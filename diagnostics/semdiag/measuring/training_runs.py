@@ -13,24 +13,18 @@ from torch.overrides import TorchFunctionMode
 
 from semdiag.capturing.batches import MASK_NAMES, Batch, entries
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.table import Table
+from semdiag.measuring.table import Table, columns_of
 from semdiag_models import ModelConfig
 from semdiag_models.config import TrainingConfig
 
-_DECODED = "decoder_input_ids"
 _NO_TOKENS = (*MASK_NAMES, "labels", "position_ids", "token_type_ids")
 
 
 def token_ids(batch: Batch) -> dict[str | int, Tensor]:
     """Return possible token ids in a batch: tensors (B, L) of whole numbers, unless the name tells otherwise."""
-    given = entries(batch)
-    given.sort(key=lambda entry: entry[0] != _DECODED)
-    whole = (torch.int64, torch.int32)
-    return {
-        name: x
-        for name, x in given
-        if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in whole and name not in _NO_TOKENS
-    }
+    given = [(name, x) for name, x in entries(batch) if isinstance(x, Tensor) and name not in _NO_TOKENS]
+    given.sort(key=lambda entry: entry[0] != "decoder_input_ids")
+    return {name: x for name, x in given if x.ndim == 2 and x.dtype in (torch.int64, torch.int32)}
 
 
 def named_embedding(model: nn.Module) -> nn.Module | None:
@@ -55,13 +49,7 @@ class TokenTables(TorchFunctionMode):
         """Return the axis of samples at the last look-up of tokens in a table (V, d): 0 or 1; None if never."""
         return next((axis for known, axis in reversed(self._axes) if known is table), None)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function, and record table look-ups."""
         kwargs = kwargs or {}
         if func is F.embedding:
@@ -93,13 +81,7 @@ def _axis_of(ids: Tensor, looked_up: Tensor) -> int | None:
 RUNS = Table(
     "runs",
     "One row per training run.",
-    {
-        **dict.fromkeys(("model", "task", "attention", "kind"), "str"),
-        "seed": "int64",
-        "setting": "str",
-        **dict.fromkeys(("epochs", "planned"), "int64"),
-        "state": "str",
-    },
+    columns_of("model task attention kind str; seed int64; setting str; epochs planned int64; state str"),
 )
 
 # Possible differences between compared runs: the attention itself, and the length of training.
@@ -107,9 +89,9 @@ _ATTENTION = (
     "attention", "k", "global_tokens", "selection_seed", "inverse_temperature", "hash_rounds", "hash_bits",
     "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
-_NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
-# of the table of models, and so left out of the setting
-_COLUMNS = ("blocks", "heads", "width", "norm", "pooling")
+_NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled", "text")  # the task's label contains the text
+# in the task's label (the trees of listops) or in the table of models, and so left out of the setting in words
+_LISTED = ("blocks", "heads", "width", "norm", "pooling", "listops")
 _USUAL: dict[str, Any] = {  # default values, tuples as lists as in to_dict
     f.name: [] if f.default == () else f.default for kind in (ModelConfig, TrainingConfig) for f in fields(kind)
 }
@@ -143,8 +125,7 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
 def setting_in_words(model: LoadedModel) -> str:
     """Return the settings that differ from the defaults, except the attention and those with their own column."""
     chosen = {**_setting(model), "inverse_temperature": model.encoder.config.inverse_temperature}
-    listed = {*_COLUMNS, "listops"}  # the task's label contains the trees of listops
-    others = [n for n, value in chosen.items() if n not in listed and _USUAL[n] not in (MISSING, value)]
+    others = [n for n, value in chosen.items() if n not in _LISTED and _USUAL[n] not in (MISSING, value)]
     return ", ".join(f"{name} {_in_words(chosen[name])}" for name in sorted(others)) or "usual"
 
 
@@ -153,7 +134,6 @@ def _setting(model: LoadedModel) -> dict[str, Any]:
     setting = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ATTENTION}
     if model.training is not None:
         training = model.training.to_dict()
-        training.pop("text", None)  # the task's label contains it
         setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
         setting["task"] = model.training.task_label
     return setting

@@ -83,13 +83,10 @@ def interval(
     first, last = factor * number_from_json(low), factor * number_from_json(high)
     if math.isnan(first) or math.isnan(last):
         return unknown
-    ends = (form(first), form(last)) if form else _distinct(first, last)
+    forms = [form] if form else [partial(number, digits=digits) for digits in range(3, 7)]
+    texts = [(each(first), each(last)) for each in forms]
+    ends = next((pair for pair in texts if pair[0] != pair[1]), texts[0])
     return (between or (" to " if first < 0 or last < 0 else "–")).join(ends)
-
-
-def _distinct(low: float, high: float) -> tuple[str, str]:
-    texts = [(number(low, digits), number(high, digits)) for digits in range(3, 7)]
-    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
 
 
 def interval_words(
@@ -145,20 +142,13 @@ def finite(value: Value) -> str:
     return number(numeric if math.isfinite(numeric) else None)
 
 
-def _as(form: str) -> Callable[[Value], str]:
-    """Return a function that formats numbers."""
-
-    def format_value(value: Value) -> str:
-        numeric = number_from_json(value)
-        return UNKNOWN if math.isnan(numeric) else f"{numeric:{form}}"
-
-    return format_value
+def _formatted(form: str, value: Value) -> str:
+    numeric = number_from_json(value)
+    return UNKNOWN if math.isnan(numeric) else f"{numeric:{form}}"
 
 
-count = _as(",.0f")
-two_decimals, three_decimals, four_decimals = _as(".2f"), _as(".3f"), _as(".4f")
-three_digits, four_digits = _as(".3g"), _as(".4g")
+count = partial(_formatted, ",.0f")
+two_decimals, three_decimals, four_decimals = (partial(_formatted, form) for form in (".2f", ".3f", ".4f"))
+three_digits, four_digits = partial(_formatted, ".3g"), partial(_formatted, ".4g")
 fine_percent, rough_percent = partial(percent, form=".2f"), partial(percent, form=".3g")
-
-
 percent_interval = partial(interval, factor=100)

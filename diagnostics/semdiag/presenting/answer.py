@@ -75,9 +75,7 @@ class Answer:
     details: Sequence[str | NumberTable] | None = None  # by model and pair; None: none are made
     claims: Sequence[Finding] | None = None  # its claims with their verdicts; None: it judges none
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # by file name without suffix, as CSV
-    tables_alone: Mapping[str, pd.DataFrame] = field(
-        default_factory=dict
-    )  # on a page of its own, in place of these
+    tables_alone: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # instead, on a page of its own
     results: Mapping[str, Summary] = field(default_factory=dict)  # what JSON says of each model, beside its facts
     more: Mapping[str, Any] = field(default_factory=dict)  # what else JSON says
     shown: Sequence[str | NumberTable | Folded] = ()  # lines and tables on the terminal

@@ -14,12 +14,6 @@ TASKS = ("parity", "even-pairs", "missing-duplicate", "stack-manipulation", "cyc
          "modular-arithmetic", "solve-equation", "listops", "text")  # fmt: skip
 ATTENTIONS = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
 LISTS = ("tasks", "attentions", "metrics")
-STATISTICS = ("mean", "p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100")
-# Starts of rules of semdiag check.
-RULES = (
-    *(f"{metric}.{statistic}" for metric in ("dispersion", "separation", "load") for statistic in STATISTICS),
-    "accuracy", "residual",
-)  # fmt: skip
 SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
 _MOST = 200  # number of runs offered
 
@@ -198,14 +192,19 @@ class Shared:
     quiet: Quiet = False
 
 
-def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
-    """Read ``"5,3,3"``: whole numbers in their order."""
+def _listed(text: str, read: Callable[[str], Any], usage: str) -> tuple[Any, ...]:
+    """Read the parts of a text between commas."""
     from semdiag_models import InputError
 
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(read(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise InputError(f"{what} separated by commas, like {example}. Got {text!r}.") from None
+        raise InputError(f"{usage}. Got {text!r}.") from None
+
+
+def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
+    """Read ``"5,3,3"``: whole numbers in their order."""
+    return _listed(text, int, f"{what} separated by commas, like {example}")
 
 
 def length_range(text: str | None) -> tuple[int | None, int | None]:
@@ -233,25 +232,21 @@ def positive_numbers(text: str, option: str) -> tuple[float, ...]:
     """Read ``"0.001,0.01"``."""
     from semdiag_models import InputError
 
-    try:
-        numbers = tuple(sorted({float(part) for part in text.split(",") if part.strip()}))
-    except ValueError:
-        numbers = ()
+    usage = f"{option} takes positive numbers separated by commas, like 0.01,0.1"
+    numbers = tuple(sorted(set(_listed(text, float, usage))))
     if not numbers or not all(0 < number < float("inf") for number in numbers):
-        raise InputError(f"{option} takes positive numbers separated by commas, like 0.01,0.1. Got {text!r}.")
+        raise InputError(f"{usage}. Got {text!r}.")
     return numbers
 
 
 def targets(text: str, option: str) -> tuple[tuple[str, float], ...]:
     """Read ``"0.95,listops=0.35"``: a value for all tasks, of an empty name, and values for single tasks."""
-    from semdiag_models import InputError
 
-    pairs = [part.strip().rpartition("=") for part in text.split(",") if part.strip()]
-    try:
-        return tuple((task, float(number)) for task, _, number in pairs)
-    except ValueError:
-        usage = f"{option} takes an accuracy like 0.95, or TASK=0.35 for one task"
-        raise InputError(f"{usage}. Got {text!r}.") from None
+    def pair(part: str) -> tuple[str, float]:
+        task, _, number = part.strip().rpartition("=")
+        return task, float(number)
+
+    return _listed(text, pair, f"{option} takes an accuracy like 0.95, or TASK=0.35 for one task")
 
 
 def check_least(plan: object, **least: int) -> None:

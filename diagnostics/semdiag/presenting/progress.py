@@ -1,7 +1,5 @@
 """Progress of a command as bars on stderr."""
 
-from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 from semdiag.measuring.words import counted
@@ -33,19 +31,18 @@ class Stages:
         self._name = name
         start = f"{name} {what} in {counted(stages, 'stage')}" if what else ""
         self._minutes = Minutes(start, self._state, self._share, quiet or console.is_terminal)
-        self._open = ExitStack()
         self._started = self._stage_started = clock()
 
     def __enter__(self) -> Self:
         if not self._hidden:  # before rich 14.3 even a disabled one leaves an empty line
-            self._open.enter_context(self._bar)
-        self._open.enter_context(self._minutes)
+            self._bar.start()
+        self._minutes.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self._minutes.__exit__()
+        if not self._hidden:
+            self._bar.stop()
 
     def announce(self, stage: str, steps: int) -> None:
         """Start a stage and end the one before."""
@@ -65,7 +62,6 @@ class Stages:
         self._bar.advance(self._step, steps)
 
     def _state(self) -> str:
-        """Return the state of the bars in words."""
         whole, step = self._bar.tasks
         counted = f" ({step.completed:g} of {step.total:g})" if step.total else ""
         stages = f" stage {whole.completed + 1:g} of {whole.total:g}," if whole.total != 1 else ""

@@ -51,12 +51,8 @@ class Question:
     ask: Callable[..., None] | None = None  # a command of its own; None: measure the models and show the answer
     takes: tuple[str, ...] = ()  # shared options that only some commands take
     leave_out: tuple[str, ...] = ("per_query",)  # shared options that it does not take
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # defaults of shared options that are not the usual ones
-    conditions: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # conditions of the measurement that are no options
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of shared options, that are not the usual ones
+    conditions: Mapping[str, Any] = field(default_factory=dict)  # of the measurement, that are no options
     needs: tuple[str, ...] = ()  # tables of which one must have rows for an answer
     external: bool = True  # whether it is asked of external models, of which only the attention is known
     glanced: str = ""  # the anchor of the heading that the glance answers; empty: the first
@@ -74,9 +70,7 @@ class Question:
     def probe(self) -> "Probe | None":
         """Return its probe; None if it needs no measurement of its own."""
         spec = None if self.plan else find_spec(self.package)
-        if (
-            spec and spec.submodule_search_locations is None
-        ):  # a file without a plan, which draws: not read for this
+        if spec and spec.submodule_search_locations is None:  # a file without a plan, which draws
             return None
         probe: Probe | None = self._part("measure", "PROBE")
         return probe

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
@@ -104,9 +103,7 @@ class Minutes:
             self._ticker.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._finished.set()
         if self._ticker is not None:
             self._ticker.join()

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from semdiag.measuring.findings.estimates import counterfactual_ks
 from semdiag.measuring.findings.findings import Findings, modules_by_layer, records
 from semdiag.measuring.words import counted, layer_name, significant
-from semdiag.presenting.answer import Answer, Glance, Heading, Outcome, with_facts
+from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells, short_labels
 from semdiag.presenting.drawing.style import drawing, note_below, page_width, panel_grid
 
@@ -230,14 +230,8 @@ def _draw(ax: Axes, cells: np.ndarray, name: str) -> None:
     heat_map(ax, cells, scale, text if cells.shape[1] <= _WRITTEN else None)
 
 
-HEADINGS = (
-    Heading(
-        "heads",
-        "What does each head do?",
-        (heads_map,),
-        (
-            "The first key is the first that is not padding. A sink elsewhere, such as a separator, does not "
-            "show. A learnt logit in the softmax's denominator is not a key, but is part of the entropy.",
-        ),
-    ),
-)
+HEADINGS = heading(
+    "heads", "What does each head do?", (heads_map,),
+    "The first key is the first that is not padding. A sink elsewhere, such as a separator, does not show. A "
+    "learnt logit in the softmax's denominator is not a key, but is part of the entropy.",
+)  # fmt: skip

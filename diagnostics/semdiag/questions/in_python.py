@@ -55,8 +55,7 @@ def k_sweep(
         weight_kept (attention weight of the k largest scores; all of queries with more than k keys, the others are
         counted as undefined), weight_kept_without_first (without the first key on both sides), head_change and, of
         our encoders, stream_change (docs/theory.md#truncation; at some k), load, ln_sound and ln_paper (ξ of the
-        mask), sound_better (share of queries whose sound ξ is below that of full attention), evenness (entropy of
-        the weights in that of uniform ones); after a rerun accuracy and same_prediction (percentiles of samples).
+        mask).
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
@@ -68,8 +67,7 @@ def k_sweep(
         >>> sorted(set(found.sweep["k"]))
         [0, 1, 2, 3]
     """
-    chosen = _plan(KSweepPlan, plan, how)
-    return _asked(model, batches, labels, chosen, **how)
+    return _asked(model, batches, labels, _plan(KSweepPlan, plan, how), **how)
 
 
 def mask_stability(
@@ -92,8 +90,7 @@ def mask_stability(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    chosen = _plan(NoisePlan, plan, how)
-    return _asked(model, batches, labels, chosen, **how)
+    return _asked(model, batches, labels, _plan(NoisePlan, plan, how), **how)
 
 
 def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = None, **how: Any) -> Measurements:
@@ -174,8 +171,7 @@ def landscape(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    chosen = _plan(LandscapePlan, plan, how)
-    return _asked(model, batches, labels, chosen, **how)
+    return _asked(model, batches, labels, _plan(LandscapePlan, plan, how), **how)
 
 
 def lipschitz(
@@ -198,8 +194,7 @@ def lipschitz(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    chosen = _plan(LipschitzPlan, plan, how)
-    return _asked(model, batches, labels, chosen, **how)
+    return _asked(model, batches, labels, _plan(LipschitzPlan, plan, how), **how)
 
 
 def _plan(kind: type[Any], plan: Any, how: dict[str, Any]) -> Any:

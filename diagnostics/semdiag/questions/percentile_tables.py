@@ -38,17 +38,15 @@ def percentile_tables(
         modules = findings(modules_by_layer, model)
         for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
             heading = f"{name}: {_TITLES[quantity]}{sampled}"
-            short, whole = (_table(result, quantity, every, modules) for every in (False, True))
-            hidden = len(whole.rows) - len(short.rows)
+            rows = _rows(result, quantity, modules)
+            short = [row for row in rows if row["short"]]
+            hidden = len(rows) - len(short)
             more = [extremes(result, quantity, modules), not_shown(hidden)] if hidden else []
-            shown.append(Folded([heading, short, *more], [heading, whole]))
+            shown.append(Folded([heading, _table(short), *more], [heading, _table(rows)]))
     return shown + sampling_sentences(findings, (metric,))
 
 
-def _table(result: Summary, quantity: str, every: bool, modules: Sequence[str]) -> NumberTable:
-    rows = _rows(result, quantity, every, modules)
-    for one in result.get("within_model", []):
-        rows += _rows(one, quantity, every, modules, f" k={one['k']}")
+def _table(rows: Sequence[dict[str, Any]]) -> NumberTable:
     shares = [Column(*share, percent, NEVER) for share in _SHARES if any(share[0] in row for row in rows)]
     columns = [Column("place", "layer", plain), Column("head", form=plain)]
     columns += [Column(p, form=three_digits, drop=_DROPPED.get(p, 0)) for p in _PERCENTILES]
@@ -57,20 +55,21 @@ def _table(result: Summary, quantity: str, every: bool, modules: Sequence[str]) 
     )
 
 
-def _rows(
-    result: Summary, quantity: str, every: bool, modules: Sequence[str], suffix: str = ""
-) -> list[dict[str, Any]]:
-    """Return a row for each head, or of many heads for those with extreme medians, and one for all heads."""
-    heads = result["layers"]
-    shown = heads if every or len(heads) <= _MOST_HEADS else _extreme(heads, quantity)
+def _rows(result: Summary, quantity: str, modules: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each head and one for all; of many heads only those with extreme medians are ``short``."""
     rows = []
-    for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
-        numbers = row.get(quantity, row)
-        layer = row["layer"] if row["layer"] == "all" else layer_name(row["layer"], modules)
-        rows.append({**row, **numbers, "place": f"{layer}{suffix}"})
-        if quantity == "separation":
-            separated = numbers["queries"] - numbers["undefined"]
-            rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
+    for one in (result, *result.get("within_model", [])):
+        heads, known = one["layers"], _by_median(one["layers"], quantity)
+        ends = [*known[:_EXTREME], *known[-_EXTREME:]] if len(heads) > _MOST_HEADS else heads
+        for row in [*heads, {"layer": "all", "head": "", **one["all"]}]:
+            pooled, numbers = row["layer"] == "all", row.get(quantity, row)
+            layer = "all" if pooled else layer_name(row["layer"], modules)
+            suffix = "" if one is result else f" k={one['k']}"
+            short = pooled or any(row is end for end in ends)
+            rows.append({**row, **numbers, "place": f"{layer}{suffix}", "short": short})
+            if quantity == "separation":
+                separated = numbers["queries"] - numbers["undefined"]
+                rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
     return rows
 
 
@@ -79,16 +78,8 @@ def _median(row: dict[str, Any], quantity: str) -> float:
 
 
 def _by_median(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
-    """Return the heads with known median, the smallest first."""
     known = [row for row in heads if row.get(quantity, row)["p50"] is not None]
     return sorted(known, key=lambda row: _median(row, quantity))
-
-
-def _extreme(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
-    """Return the heads with the smallest and the largest medians, in the order of the model."""
-    known = _by_median(heads, quantity)
-    ends = [*known[:_EXTREME], *known[-_EXTREME:]] if len(known) > 2 * _EXTREME else known
-    return [row for row in heads if any(row is end for end in ends)]
 
 
 def extremes(result: Summary, quantity: str, modules: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pandas as pd
 
 from semdiag.capturing.attention_call import DENSE, KINDS
-from semdiag.measuring.findings.estimates import known_rows, require_every_query
+from semdiag.measuring.findings.estimates import known_rows, layer_percentiles, pooled_percentiles
 from semdiag.measuring.findings.findings import (
     RUN_AND_SNAPSHOT,
     Completeness,
@@ -27,9 +27,9 @@ from semdiag.measuring.findings.findings import (
     schema,
 )
 from semdiag.measuring.probe import PERCENTILES, percentiles
-from semdiag.measuring.table import ALL, rows_of
+from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, number_from_json
-from semdiag.questions.dispersion.answer import GATED, NO_NUMBER, GateResult, dispersion_gate, require_one_partner
+from semdiag.questions.dispersion.answer import GATED, GateResult, dispersion_gate, gate_results
 from semdiag_models import InputError
 from semdiag_models.reading import read_json, unknown_name
 
@@ -181,33 +181,7 @@ _KNOWN_BY = (
 _PLACE = ("model", "task", "attention", "k")
 
 
-@dataclass(frozen=True)
-class Match:
-    """Which models are the same."""
-
-    pairs: list[tuple[Entry, Entry]]  # entries of the baseline and the models that they are now
-    missing: list[Entry]  # entries without a model
-    # entries with several possible models, or whose model may belong to another entry
-    unclear: list[tuple[Entry, list[Entry]]]
-    new: list[Entry]  # models without an entry
-
-
-def match(baseline: list[Entry], now: list[Entry]) -> Match:
-    """Match models by weights and all that is known of them; else by their run; else by path, attention and k."""
-    matches = _pairs(baseline, now)
-    left = [entry for e, entry in enumerate(baseline) if e not in matches]
-    free = [model for m, model in enumerate(now) if m not in matches.values()]
-    could = [[m for m in free if any(_agree(e, m, names) for names in _KNOWN_BY)] for e in left]
-    taken = [model["model"] for several in could for model in several]
-    return Match(
-        pairs=[(baseline[e], now[m]) for e, m in sorted(matches.items())],
-        missing=[entry for entry, several in zip(left, could, strict=True) if not several],
-        unclear=[(entry, several) for entry, several in zip(left, could, strict=True) if several],
-        new=[model for model in free if model["model"] not in taken],
-    )
-
-
-def _pairs(baseline: list[Entry], now: list[Entry]) -> dict[int, int]:
+def _matched(baseline: list[Entry], now: list[Entry]) -> dict[int, int]:
     """Return which model each entry is, by position, if that is unambiguous."""
     matched: dict[int, int] = {}
     for names in (*(facts for known in _KNOWN_BY for facts in ((*known, "model"), known)), _PLACE):
@@ -271,7 +245,7 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
     measurements = findings.measurements
     rows = []
     for row in measurements.models.to_dict("records"):
-        table = percentiles(known_rows(findings, row["model"], "dispersion")["dispersion"])
+        table = findings(pooled_percentiles, "dispersion")[row["model"]]
         numbers = {f"dispersion.{p}": float(table[p]) for p in TRACKED}
         if row["accuracy"] is not None and not math.isnan(row["accuracy"]):
             numbers["accuracy"] = float(row["accuracy"])
@@ -305,11 +279,15 @@ def _is_entry(entry: Any) -> bool:
 def drift(findings: Findings, baseline: list[Entry], tolerance: float = TOLERANCE) -> tuple[list[Drift], Compared]:
     """Return the numbers that changed by more than a relative tolerance, and the models that were compared."""
     now = findings(tracked_numbers)
-    matches = match(baseline, now)
-    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in matches.missing]
-    for entry, several in matches.unclear:
-        moved.append(Drift(entry["model"], "model", math.nan, math.nan, tuple(m["model"] for m in several)))
-    for entry, current in matches.pairs:
+    matches = _matched(baseline, now)
+    free = [model for m, model in enumerate(now) if m not in matches.values()]
+    moved = []
+    for entry in (entry for e, entry in enumerate(baseline) if e not in matches):
+        among = tuple(m["model"] for m in free if any(_agree(entry, m, names) for names in _KNOWN_BY))
+        moved.append(Drift(entry["model"], "model", math.nan, math.nan, among))
+    moved.sort(key=lambda gone: bool(gone.among))
+    new = tuple(m["model"] for m in free if not any(m["model"] in gone.among for gone in moved))
+    for entry, current in ((baseline[e], now[m]) for e, m in sorted(matches.items())):
         if current["samples"] != entry["samples"]:
             raise InputError(
                 f"{entry['model']} was measured on {counted(entry['samples'], 'sample')} in the baseline, but "
@@ -320,7 +298,7 @@ def drift(findings: Findings, baseline: list[Entry], tolerance: float = TOLERANC
             before = number_from_json(was)
             if not _same(before, value, tolerance):
                 moved.append(Drift(entry["model"], quantity, before, value))
-    return moved, Compared(len(now), len(matches.pairs), tuple(model["model"] for model in matches.new))
+    return moved, Compared(len(now), len(matches), new)
 
 
 def _same(was: float, now: float, tolerance: float) -> bool:
@@ -329,52 +307,14 @@ def _same(was: float, now: float, tolerance: float) -> bool:
     return now == was or abs(now - was) <= tolerance * abs(was) < math.inf
 
 
-@dataclass(frozen=True)
-class LayerGate:
-    """The median dispersions of a pair, layer by layer."""
-
-    label: str  # name of the pair
-    full: tuple[float, ...]  # δ_s at p50 in each layer (nats), heads pooled
-    topk: tuple[float, ...]  # δ_h at p50 in each layer (nats)
-    every: bool  # whether it must hold in every layer
-
-    @property
-    def failing(self) -> tuple[int, ...]:
-        """Return the layers in which δ_h < δ_s does not hold at the median, or is unknown."""
-        pairs = zip(self.full, self.topk, strict=True)
-        return tuple(layer for layer, (full, topk) in enumerate(pairs) if not topk < full)
-
-    @property
-    def unknown(self) -> tuple[int, ...]:
-        """Return the failing layers in which a median is NaN, so that the answer is unknown."""
-        return tuple(layer for layer in self.failing if math.isnan(self.full[layer] + self.topk[layer]))
-
-    @property
-    def fault(self) -> str:
-        """Return the layers in which it does not hold or is unknown, in words; empty if there are none."""
-        failed = [layer for layer in self.failing if layer not in self.unknown]
-        parts = []
-        for layers, how, why in ((failed, "fails", ""), (self.unknown, "cannot be judged", f", {NO_NUMBER}")):
-            many = f"{len(layers)} of {counted(len(self.full), 'layer')} ({', '.join(map(str, layers))})"
-            parts += [f"δ_h < δ_s {how} at the median of {many}{why}"] if layers else []
-        return "; ".join(parts)
-
-    @property
-    def passed(self) -> bool:
-        """Return whether fewer than half of the layers fail; none, if every layer must hold."""
-        return not self.failing if self.every else 2 * len(self.failing) < len(self.full)
-
-
-def layer_gate(findings: Findings, results: list[GateResult], every: bool = False) -> list[LayerGate]:
-    """Compare the median dispersion of paired models in each layer."""
-
-    def medians(model: str) -> tuple[float, ...]:
-        layers = sorted(int(layer) for layer in rows_of(findings.measurements.queries, model)["layer"].unique())
-        dispersions = (known_rows(findings, model, "dispersion", layer)["dispersion"] for layer in layers)
-        return tuple(float(percentiles(values)["p50"]) for values in dispersions)
-
-    pairs = [result.pair for result in results]
-    return [LayerGate(pair.label, medians(pair.full), medians(pair.other), every) for pair in pairs]
+def layer_gate(findings: Findings, results: list[GateResult], every: bool = False) -> list[GateResult]:
+    """Compare the median dispersion of paired models in each layer: in all it must hold, or in more than half."""
+    gates, tables = [], findings(layer_percentiles, "dispersion")
+    for pair in (result.pair for result in results):
+        sides = (tables[model].set_index("layer")["p50"].to_dict() for model in (pair.full, pair.other))
+        full, topk = ({int(str(layer)): median for layer, median in side.items()} for side in sides)
+        gates.append(GateResult(pair, full, topk, (*full,), 0 if every else (len(full) - 1) // 2))
+    return gates
 
 
 @dataclass(frozen=True)
@@ -425,38 +365,37 @@ def invariants(findings: Findings) -> list[Invariant]:
 PROBED = 50  # samples on which masks are tested under noise
 
 
-@dataclass(frozen=True)
-class Expectations:
-    """Further requirements on the models besides δ_h < δ_s."""
-
-    rules: list[Rule]  # that every model must satisfy
-    baseline: list[dict[str, Any]] | None = None  # numbers of an earlier check; None: there is no baseline
-    tolerance: float = TOLERANCE  # relative change allowed
-    every_layer: bool = False  # whether a single layer without δ_h < δ_s at its median is a failure
-
-
 @dataclass(frozen=True, eq=False)
 class Verification:
     """The judgements and what they are about."""
 
     findings: Findings  # answers about the models
     pairs: list[GateResult]  # pooled percentiles of each pair
-    layers: list[LayerGate]  # medians by layer of the same pairs
+    layers: list[GateResult]  # medians by layer of the same pairs
     invariants: list[Invariant]  # checks of capture and certificates
     rules: list[RuleResult]  # results by rule and model
     drifts: list[Drift]  # numbers that differ from the baseline
     compared: Compared | None  # models that the baseline covers; None without a baseline
 
+    def cases(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield group, name, subject and failure (empty: it passes) of everything judged."""
+        for group, gates in (("pair", self.pairs), ("layers", self.layers)):
+            for gate in gates:
+                yield group, gate.pair.label, f"{gate.pair.label}: ", "" if gate.passed else gate.fault
+        for invariant in self.invariants:
+            failure = "" if invariant.passed else invariant.words
+            yield "invariant", invariant.name, f"{invariant.name}: ", failure
+        for rule in self.rules:
+            yield "rule", f"{rule.rule.text}: {rule.model}", f"{rule.model}: ", rule.fault
+        if self.compared and not self.drifts:
+            yield "baseline", "nothing has drifted", "", ""
+        for moved in self.drifts:
+            yield "baseline", f"{moved.model}: {moved.quantity}", "", moved.words
+
     @property
     def failures(self) -> list[str]:
         """Return all failures, one statement each."""
-        statements = [f"{result.pair.label}: {result.fault}" for result in self.pairs if not result.passed]
-        statements += [f"{gate.label}: {gate.fault}" for gate in self.layers if not gate.passed]
-        statements += [
-            f"{invariant.name}: {invariant.words}" for invariant in self.invariants if not invariant.passed
-        ]
-        statements += [f"{result.model}: {result.fault}" for result in self.rules if not result.passed]
-        return statements + [moved.words for moved in self.drifts]
+        return [subject + failure for _, _, subject, failure in self.cases() if failure]
 
     def summary(self) -> dict[str, Any]:
         """Return the verdicts as plain values, schema ``semdiag.check/2``."""
@@ -469,8 +408,8 @@ class Verification:
                 "passed": pair.passed,
                 "unknown": pair.unknown,
                 "layers": {
-                    "delta_s": gate.full, "delta_h": gate.topk, "failing": gate.failing, "unknown": gate.unknown,
-                    "passed": gate.passed,
+                    "delta_s": [*gate.full.values()], "delta_h": [*gate.topk.values()], "failing": gate.failed,
+                    "unknown": gate.unknown, "passed": gate.passed,
                 },
             }
             for pair, gate in zip(self.pairs, self.layers, strict=True)
@@ -493,24 +432,22 @@ class Verification:
         return {key: json_ready(value) for key, value in content.items()}
 
 
-def verify(findings: Findings, expected: Expectations) -> Verification:
-    """Judge pairs, layers, invariants, rules and drift."""
-    require_every_query(findings, "The gate")
-    measurements = findings.measurements
-    judged = findings
-    if expected.rules or expected.baseline is not None:
-        pairs, _ = find_pairs(measurements.models)
-        paired = {path for pair in pairs for path in (pair.full, pair.other)}
-        paired_models = measurements.models[measurements.models["model"].isin(paired)]
-        judged = Findings(measurements.replace(models=paired_models))
-    require_one_partner(judged)
-    gates = dispersion_gate(judged) if len(judged.measurements.models) else []
-    known = expected.baseline
-    drifts, compared = ([], None) if known is None else drift(findings, known, expected.tolerance)
+def verify(
+    findings: Findings,
+    rules: list[Rule],
+    baseline: list[Entry] | None = None,
+    tolerance: float = TOLERANCE,
+    every_layer: bool = False,
+) -> Verification:
+    """Judge pairs, layers, invariants, rules, and drift from the numbers of an earlier check, if there are any."""
+    if rules or baseline is not None:  # then a model needs no partner
+        gates = gate_results(findings, find_pairs(findings.measurements.models)[0])
+    else:
+        gates = dispersion_gate(findings)
+    drifts, compared = ([], None) if baseline is None else drift(findings, baseline, tolerance)
     return Verification(
-        findings=findings, pairs=gates, layers=layer_gate(judged, gates, expected.every_layer),
-        invariants=findings(invariants), rules=apply_rules(findings, expected.rules), drifts=drifts,
-        compared=compared,
+        findings=findings, pairs=gates, layers=layer_gate(findings, gates, every_layer),
+        invariants=findings(invariants), rules=apply_rules(findings, rules), drifts=drifts, compared=compared,
     )  # fmt: skip
 
 
@@ -519,35 +456,18 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 def junit_xml(result: Verification) -> str:
     """Return a test case for each pair, layer gate, invariant, rule and model, and changed number."""
-    cases = list(_cases(result))
-    failures = sum(failure is not None for _, _, failure in cases)
+    cases = list(result.cases())
     new = result.compared.new if result.compared else ()
-    counts = {"tests": str(len(cases) + len(new)), "failures": str(failures), "skipped": str(len(new))}
+    counts = {"tests": str(len(cases) + len(new)), "failures": str(len(result.failures)), "skipped": str(len(new))}
     suite = ElementTree.Element("testsuite", {"name": "semdiag check", **counts})
-    for group, name, failure in cases:
+    for group, name, _, failure in cases:
         case = ElementTree.SubElement(suite, "testcase", classname=f"semdiag.{group}", name=_clean(name))
-        if failure is not None:
+        if failure:
             ElementTree.SubElement(case, "failure", message=_clean(failure))
     for model in new:
         case = ElementTree.SubElement(suite, "testcase", classname="semdiag.baseline", name=_clean(model))
         ElementTree.SubElement(case, "skipped", message="not in the baseline")
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
-
-
-def _cases(result: Verification) -> Iterator[tuple[str, str, str | None]]:
-    """Yield group, name, and failures of everything judged."""
-    for pair in result.pairs:
-        yield "pair", pair.pair.label, None if pair.passed else pair.fault
-    for gate in result.layers:
-        yield "layers", gate.label, None if gate.passed else gate.fault
-    for invariant in result.invariants:
-        yield "invariant", invariant.name, None if invariant.passed else invariant.words
-    for rule in result.rules:
-        yield "rule", f"{rule.rule.text}: {rule.model}", None if rule.passed else rule.fault
-    if result.compared and not result.drifts:
-        yield "baseline", "nothing has drifted", None
-    for moved in result.drifts:
-        yield "baseline", f"{moved.model}: {moved.quantity}", moved.words
 
 
 def _clean(text: str) -> str:

@@ -122,8 +122,7 @@ MEASURED = (
 LAYERS = (
     Column("layer"), Column("module", form=lambda name: name or "the model", left=True),
     Column("occurrence", "call"), Column("mask", form=text), Column("heads"), Column("key_heads"), Column("width"),
-    Column("mechanism", "captured by", text), Column("calls"), Column("residual"), Column("gamma", "Γ"),
-    Column("upsilon", "Υ"),
+    Column("mechanism", "captured by", text), Column("calls"), Column("residual"),
 )  # fmt: skip
 
 

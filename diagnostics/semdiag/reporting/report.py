@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,9 +70,6 @@ def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
             "smaller": answers.get(model["model"]),
         }
         layers = measurements.calls[measurements.calls["model"] == model["model"]].drop(columns="model")
-        norms = measurements.projections[measurements.projections["model"] == model["model"]].groupby("layer")
-        largest = norms[["gamma", "upsilon"]].max().join(norms["reason"].first()).reset_index()
-        layers = layers.merge(largest, on="layer", how="left")
         row["capture"] = {**parts["dispersion"][model["model"]]["capture"], "layers": layers.to_dict("records")}
         for name, results in parts.items():
             row[name] = {key: value for key, value in results[model["model"]].items() if key != "capture"}
@@ -136,56 +132,27 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a new folder that replaces ``folder`` once everything is written, and leaves nothing on failure."""
     folder = Path(os.path.realpath(folder))
-    building = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    building, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
     try:
         try:
             building.mkdir(parents=True)
             yield building
-            _swap(building, folder)
+            if folder.exists():
+                folder.rename(old)
+            building.rename(folder)
         finally:
-            shutil.rmtree(building, ignore_errors=True)
+            _tidy(folder)
     except OSError as error:
         raise InputError(f"The report cannot be written to {folder}: {error.strerror or error}.") from None
 
 
 def _tidy(folder: Path) -> None:
-    """Clean up after a killed process: restore the old report, delete the partial one."""
-    if not folder.parent.is_dir():
-        return
-    for path in sorted(folder.parent.iterdir()):
-        match = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
-        if match is None or _runs(int(match[1])):
-            continue
-        if match[2] == "old" and not folder.exists():
-            path.rename(folder)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    """Return whether the process with this number is running, so that its folder must be left alone."""
-    if process == os.getpid() or os.name == "nt":
-        return False
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # another user's process
-        return True
-    return True
-
-
-def _swap(building: Path, folder: Path) -> None:
-    """Replace the older folder by the finished one; on failure keep or restore the older one."""
-    old = building.with_suffix(".old")
-    if folder.exists():
-        folder.rename(old)
-    try:
-        building.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    """Restore the older report if the new one is not there, and delete what a killed process left."""
+    building, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    for scraps in (building, old):
+        shutil.rmtree(scraps, ignore_errors=True)
 
 
 _PIXELS_PER_INCH = 96  # in CSS
@@ -193,7 +160,7 @@ _ON_SCREEN = ("png", "svg")
 LOOK = "look.html"  # the page of one text, beside the report
 
 
-_NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "projections")
+_NAMED_IN_THE_PAGE = ("dispersion", "separation", "load")
 
 
 def write_report(
@@ -309,8 +276,6 @@ def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.D
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if answers.keys() & {"dispersion", "separation"} and len(within := findings(within_table)):
         tables["within"] = all_by_name(within)
-    if len(findings.measurements.projections):
-        tables["projections"] = findings.measurements.projections
     for answer in answers.values():
         tables |= {**answer.tables, **(answer.tables_alone if len(answers) == 1 else {})}
     estimates = findings(estimate_table), findings.measurements.sweep_estimates, findings.measurements.sketches

@@ -175,7 +175,7 @@ def test_nothing_is_left_behind_when_a_hook_cannot_be_attached(encoder, monkeypa
     def refuse(hook, *, always_call):
         raise RuntimeError("no hooks here")
 
-    monkeypatch.setattr(attention_calls, "register_module_forward_hook", refuse)
+    monkeypatch.setattr(attention_calls.of_all_modules, "register_module_forward_hook", refuse)
     with pytest.raises(RuntimeError, match="no hooks here"), watch_attention(encoder, lambda call: None):
         pytest.fail("the context was entered")
     assert left_behind(encoder) == NOTHING

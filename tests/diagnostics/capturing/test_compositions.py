@@ -279,6 +279,7 @@ def _written_out(truth):
     return [type("Exp", (), {"scores": z}) for z in truth.exponentials]
 
 
+@pytest.mark.slow
 @settings(max_examples=int(os.environ.get("SEMDIAG_COMPOSITIONS", "150")), deadline=None)
 @given(
     product=NAMES[0],

@@ -516,6 +516,7 @@ def test_torchs_attention_under_a_transform_is_listed(transform):
     assert (len(calls), [s.reason for s in audit.skipped]) == (0, [TRANSFORMED])
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_captured_and_stays_compiled():
     model, calls = Attention(ATTENTIONS["plain"]), []
     graphs = []
@@ -563,6 +564,7 @@ def test_inside_torchs_own_layer_too_only_plain_tensors_are_captured(need_weight
     assert "only plain" in skipped.reason
 
 
+@pytest.mark.slow
 def test_watching_needs_neither_transformers_nor_the_compiler():
     script = """
 import sys, torch
@@ -582,6 +584,7 @@ FIRST_COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIRST_COMPILED)
 def test_a_compiler_that_the_model_itself_imports_does_not_hide_its_attention(name):
     script = f"""

@@ -73,6 +73,7 @@ def small(hooked):
     return nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("opened", OPENED)
 @pytest.mark.parametrize("hooked", [False, True], ids=["any model", "torch's layer"])

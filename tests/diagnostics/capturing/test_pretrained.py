@@ -233,6 +233,7 @@ def test_masks_and_places_in_buffers_are_no_packed_weights(copied):
     load(f"hf:{copied}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("copy", marks=pytest.mark.nightly), "with 'quotes\"", "back\\slash"]
 )
@@ -321,6 +322,7 @@ def test_a_file_is_refused_and_its_folder_named(copied):
         load(f"hf:{copied / 'model.safetensors'}")
 
 
+@pytest.mark.slow
 def test_without_transformers_the_command_to_install_it_is_named(bert):
     code = f"import sys; sys.modules['transformers'] = None; import semdiag; semdiag.load('hf:{bert}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -78,6 +78,7 @@ def test_padding_is_that_of_the_tokens():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [(13,), (11, 13, 19), (1, 2, 3, 23), (*range(9, LENGTH),)])
 @pytest.mark.parametrize(("window", "rate"), [(8, 4), pytest.param(4, 2, marks=pytest.mark.nightly), (64, 3)])
 def test_rows_of_tokens_behind_a_cache_are_those_of_one_forward_without_it(cuts, window, rate):
@@ -91,6 +92,7 @@ def test_rows_of_tokens_behind_a_cache_are_those_of_one_forward_without_it(cuts,
     assert remarks(calls) == remarks(reference)
 
 
+@pytest.mark.slow
 def test_an_indexer_behind_a_cache_moves_no_queries():
     calls = captured(deepseek(8, 2), cuts=(11, 13, 19))
     found = calls.dispersion().groupby(["layer", "sample", "head"])["query"].agg(list)
@@ -105,6 +107,7 @@ LATENT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [(11, 13, 19), (*range(9, LENGTH),)])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_query_whose_own_key_an_indexer_hides_stands_at_its_token(static, cuts):
@@ -122,6 +125,7 @@ def test_a_query_whose_own_key_an_indexer_hides_stands_at_its_token(static, cuts
     assert found.tolist() == [[*range(LENGTH)]] * 3 * 2 * 4
 
 
+@pytest.mark.slow
 def test_a_decoder_that_puts_the_encoders_keys_behind_its_own_stands_at_its_tokens():
     """T5Gemma 2 calls this no causal attention: the queries of each step were 0."""
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

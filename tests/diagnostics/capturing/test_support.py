@@ -351,6 +351,7 @@ def test_every_call_is_captured_with_everything_it_is_made_of(name, context):
     assert deviation == 0 if row.same else deviation < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.processor
 def test_the_document_says_what_was_found():
     rows = [name for name in ROWS if not lacking(name)]

@@ -36,6 +36,7 @@ def peaks(tmp_path, monkeypatch):
         cached.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_question_is_one_file_and_one_line(peaks, run_semdiag, here, tiny_runs, monkeypatch):
     from semdiag.commands import main
 

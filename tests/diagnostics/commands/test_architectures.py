@@ -36,6 +36,7 @@ def asked(run_semdiag, command, *models):
     return json.loads(outcome.out)["results"]
 
 
+@pytest.mark.slow
 def test_dispersion_and_separation_see_every_query(run_semdiag, runs, here):
     for command, name in (("dispersion", None), ("separation", "separation")):
         full, banded = asked(run_semdiag, command, runs / "full.pt", runs / "global.pt")
@@ -47,6 +48,7 @@ def test_dispersion_and_separation_see_every_query(run_semdiag, runs, here):
     assert load["p75"] < 15
 
 
+@pytest.mark.slow
 def test_stability_and_bounds_hold(run_semdiag, runs, here):
     for command in ("stability", "bounds"):
         results = asked(run_semdiag, command, runs / "full.pt", runs / "global.pt")
@@ -56,6 +58,7 @@ def test_stability_and_bounds_hold(run_semdiag, runs, here):
             assert {v["verdict"] for v in sound} <= {"holds", "vacuous"}
 
 
+@pytest.mark.slow
 def test_no_form_is_claimed_for_bottom_k(run_semdiag, runs, here):
     (result,) = asked(run_semdiag, "bounds", runs / f"{CONTROL}.pt")
     together = [v for v in result["verdicts"] if v["where"] == "all"]

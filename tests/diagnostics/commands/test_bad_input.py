@@ -211,7 +211,6 @@ def test_saved_measurements_that_are_none(refusal, here, untouched, tiny_runs):
         (("dispersion", "RUN", "--out", "taken"), "taken is a file. Name a folder for the report with --out DIR."),
         (("dispersion", "RUN", "--out", "taken/deep/er"), "taken is a file."),
         (("report", "RUN", "--out", "mine"), "mine is not empty and not a semdiag report."),
-        (("mask-stability", "RUN", "--at-block", 2), "Noise can enter at blocks 0 to 1 of"),
         (("check", "no_encoder:build"), "These work on any model: semdiag info, "),
     ],
 )

@@ -118,6 +118,7 @@ def test_without_models_the_folder_of_the_environment_is_checked(run_semdiag, he
     assert list(here.iterdir()) == [pair]
 
 
+@pytest.mark.slow
 def test_a_bar_is_drawn_for_people_only(run_semdiag, pair, monkeypatch):
     monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -156,6 +157,7 @@ def test_exit_zero_says_what_fails_and_leaves_with_zero(run_semdiag, pair):
     assert "δ_h < δ_s fails at p50, p75, p90, p95." in outcome.err
 
 
+@pytest.mark.slow
 def test_a_baseline_of_itself_has_not_drifted_and_one_of_another_model_has(run_semdiag, pair, tmp_path):
     baseline = tmp_path / "baseline.json"
     baseline.write_text(run_semdiag("check", pair, "--samples", 20, "--json", "--quiet").out)
@@ -168,6 +170,7 @@ def test_a_baseline_of_itself_has_not_drifted_and_one_of_another_model_has(run_s
     assert "dispersion.p50 was" in moved.err
 
 
+@pytest.mark.slow
 def test_a_model_that_the_baseline_does_not_hold_is_named_and_counted(run_semdiag, here, pair, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")  # so that no path is broken
     words = "check", pair, "--samples", 20
@@ -190,6 +193,7 @@ def test_a_model_that_the_baseline_does_not_hold_is_named_and_counted(run_semdia
     assert "1 of 1 model compared, 1 model of the baseline not matched." in gone.out
 
 
+@pytest.mark.slow
 def test_a_failing_layer_is_named_and_fails_if_every_layer_must_hold(run_semdiag, pair):
     content = torch.load(pair / "topk" / "last.pt", weights_only=True)
     weights = content["model_state"]["blocks.0.attention.qkv.weight"]

@@ -103,6 +103,7 @@ def test_the_terminal_shows_the_heads_that_changed_most(run_semdiag, tiny_runs):
     assert "further heads" not in outcome.out
 
 
+@pytest.mark.slow
 def test_one_model_in_two_precisions(run_semdiag, here):
     outcome = run_semdiag("compare", "theirs:one", "--dtype-b", "bfloat16", *FEW[2:], "--samples", 4, "--json")
     assert outcome.code == 0, outcome.err
@@ -194,6 +195,7 @@ def two_folders(here):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("words", [WORDS, None])
 def test_texts_are_cut_by_the_tokenizer_of_the_base(two_folders, run_semdiag, words):
@@ -205,6 +207,7 @@ def test_texts_are_cut_by_the_tokenizer_of_the_base(two_folders, run_semdiag, wo
     assert entry["outputs"]["divergence"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_said_once_that_texts_were_cut(two_folders, run_semdiag, here):
     outcome = run_semdiag(*two_folders(None), "--max-length", 4, "--json", "--quiet")
@@ -214,6 +217,7 @@ def test_it_is_said_once_that_texts_were_cut(two_folders, run_semdiag, here):
     assert page.count("texts were cut to 4 tokens") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_another_tokenizer_is_refused(two_folders, refusal, run_semdiag):
     words = two_folders([*WORDS[:5], *WORDS[:4:-1]])

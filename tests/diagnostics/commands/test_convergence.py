@@ -35,6 +35,7 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here, monkeyp
     assert drawn == {"training_curves", "training_curves-narrow"}  # the second is for telephones
 
 
+@pytest.mark.slow
 def test_copies_of_a_run_count_once_and_that_is_said(run_semdiag, tiny_runs, here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     for name in ("one", "two"):
@@ -78,6 +79,7 @@ def test_a_run_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here
     assert "not begun" in outcome.out
 
 
+@pytest.mark.slow
 def test_a_pair_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here):
     for name in ("full", "topk"):
         start = read_checkpoint(getattr(tiny_runs, name) / "epoch-0.pt")

@@ -29,6 +29,7 @@ def test_estimates_have_intervals_that_name_their_target(run_semdiag, here, tiny
     assert {"dispersion", "separation", "weight_kept_k2"} <= set(table["quantity"])
 
 
+@pytest.mark.slow
 def test_a_report_judges_no_bound_no_certificate_and_no_pair(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("report", tiny_runs.full, tiny_runs.topk, "--queries", 4, *FEW, "--out", here / "out")
     assert outcome.code == 0, outcome.err
@@ -46,6 +47,7 @@ def test_a_report_judges_no_bound_no_certificate_and_no_pair(run_semdiag, here, 
     assert not (here / "out" / "data" / "corollary.csv").exists()
 
 
+@pytest.mark.slow
 def test_the_sweep_judges_no_k(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("k-sweep", tiny_runs.full, "--queries", 4, *FEW, "--json", "--quiet")
     found = json.loads(outcome.out)["results"][0]
@@ -61,6 +63,7 @@ def test_the_sweep_judges_no_k(run_semdiag, here, tiny_runs):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", [("full", "topk"), ("full",)])
 @pytest.mark.parametrize("command", ["k-sweep", "report"])  # which has those of dispersion and separation
 def test_every_command_draws_its_figures(run_semdiag, here, tiny_runs, command, models):
@@ -76,6 +79,7 @@ def test_every_command_draws_its_figures(run_semdiag, here, tiny_runs, command, 
     assert all((here / "out" / file).stat().st_size for files in figures.values() for file in files)
 
 
+@pytest.mark.slow
 def test_measurements_that_were_to_be_kept_are_when_a_figure_fails(run_semdiag, here, tiny_runs, monkeypatch):
     def fail(*_):
         raise RuntimeError("no such figure")
@@ -103,6 +107,7 @@ def test_the_gate_and_the_corollary_refuse_what_they_do_not_rest_on(tiny_runs, m
         pair_percentiles(findings, find_pairs(findings.measurements.models)[0][0])
 
 
+@pytest.mark.slow
 def test_tables_of_more_than_are_kept_come_from_the_sketch(run_semdiag, here, tiny_runs):
     words = "dispersion", tiny_runs.full, *FEW, "--json"
     whole = json.loads(run_semdiag(*words, "--quiet").out)["results"][0]
@@ -116,6 +121,7 @@ def test_tables_of_more_than_are_kept_come_from_the_sketch(run_semdiag, here, ti
         assert ours["mean"] == pytest.approx(exact["mean"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "signs"), [("dispersion", "δ"), ("separation", "Δ"), ("report", "δΔ"), ("k-sweep", "δ")]
 )
@@ -130,6 +136,7 @@ def test_the_median_of_what_was_asked_for_is_estimated(run_semdiag, here, tiny_r
         assert [sign in signs for sign in "δΔ"] == [f"The median of {sign} is " in words for sign in "δΔ"], words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("some", "said"),
     [

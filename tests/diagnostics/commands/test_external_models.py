@@ -98,6 +98,7 @@ def measured(run_semdiag, here):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["info", "overlap", *COMMANDS])
 def test_every_measuring_command_measures_them(command, measured, run_semdiag):
     if command == "info":
@@ -106,6 +107,7 @@ def test_every_measuring_command_measures_them(command, measured, run_semdiag):
         measured(command, "theirs:full", figures=command in ("report --k 3 --noise 0.1", "k-sweep --rerun --k 3"))
 
 
+@pytest.mark.slow
 def test_a_k_sweep_runs_them_with_masks_unless_told_otherwise(run_semdiag, tiny_runs):
     """Of runs of semdiag train it does so on request, which an option about such runs is."""
 
@@ -158,6 +160,7 @@ def test_one_whose_scores_are_no_numbers_is_told_of(command, model, measured):
     assert f"attention scores of theirs:{model} are NaN or infinite" in " ".join(outcome.err.split())
 
 
+@pytest.mark.slow
 def test_the_report_of_separation_holds_what_k_would_leave(measured, here):
     measured("separation", "theirs:full")
     assert not (here / "page" / "data" / "within.csv").exists()

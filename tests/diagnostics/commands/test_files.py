@@ -100,6 +100,7 @@ def test_no_mutated_folder_is_an_error_of_ours(run_semdiag, kept):
     assert set(codes) <= {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "words"), [("cp1252", ["list"]), ("ascii", ["--help"]), ("ascii", ["check", "--help"])]
 )
@@ -191,6 +192,7 @@ def test_a_name_that_is_no_text_is_refused_where_it_cannot_be_written(refusal, h
     assert "holds bytes that are not text here. Rename the file" in line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names are UTF-8 there, whatever the locale")
 def test_a_name_that_another_locale_could_read_is_refused_with_both_remedies(run_semdiag, here, tiny_runs):
     (here / "ü.pt").write_bytes((tiny_runs.full / "last.pt").read_bytes())
@@ -237,6 +239,7 @@ def test_arguments_of_python_functions_are_refused_as_such(tiny_runs):
             Monitor(wrong)
 
 
+@pytest.mark.slow
 def test_a_baseline_travels_with_the_weights(run_semdiag, here, tiny_runs):
     """By an absolute path, or from another folder, a checkpoint is the same one."""
     words = ("--rule", "dispersion.p50 < 1000", "--samples", 8, "--quiet")
@@ -302,6 +305,7 @@ def test_info_verifies_the_hash_of_the_weights(run_semdiag, here, tiny_runs):
     assert (code, facts["verified"]) == (1, "NOT those recorded in file and manifest")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["dispersion", "check"])
 def test_who_measures_weights_that_are_not_the_recorded_ones_is_told(run_semdiag, here, tiny_runs, command):
     content = torch.load(tiny_runs.full / "last.pt", weights_only=True)

@@ -66,6 +66,7 @@ def keeps_the_promise(text, per, command):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORDS)
 def test_a_measuring_command_keeps_the_promise(run_semdiag, here, tiny_runs, name, monkeypatch):
     """One object on stdout; its tables go to stderr, and fit a terminal."""

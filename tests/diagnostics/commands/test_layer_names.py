@@ -62,6 +62,7 @@ def both(here):
     sys.modules.pop("theirs", None)
 
 
+@pytest.mark.slow
 def test_sentences_on_an_encoder_decoder_name_the_module(both, run_semdiag):
     outcome = run_semdiag("compare", *both, "--figures", "none", "--out", "page")
     assert outcome.code == 0, outcome.err

@@ -111,6 +111,7 @@ def test_a_model_of_texts_without_one_asks_for_it(refusal, here, text_model):
     assert said.startswith(f"Name a text for hf:{text_model} with --text TEXT; or with --inputs FILE token ids")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_report_on_texts_links_its_outlying_heads_to_the_page_of_the_first(run_semdiag, here, text_model):
     (here / "texts.txt").write_text("a b c d e f g\nc d e\n", encoding="utf-8")

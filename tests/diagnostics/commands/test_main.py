@@ -42,6 +42,7 @@ def test_help_and_version_import_nothing_slow(words):
     assert done.stderr == "slow: []\n"
 
 
+@pytest.mark.slow
 def test_completion_imports_nothing_slow():
     done = spied(_SEMDIAG_COMPLETE="complete_bash", COMP_WORDS="semdiag disp", COMP_CWORD="1")
     code = spied(**{"_-C_COMPLETE": "complete_bash", "COMP_WORDS": "-c disp", "COMP_CWORD": "1"})
@@ -60,6 +61,7 @@ def test_every_command_stands_in_the_help(run_semdiag):
     assert all(f" {name} " in outcome.out for name in COMMANDS)
 
 
+@pytest.mark.slow
 def test_every_declared_option_stands_in_the_help_of_the_installed_typer(run_semdiag, monkeypatch):
     """The functions' parameters are walked: typer 0.27 drops an option whose metavar is its name in capitals."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -77,6 +79,7 @@ def test_every_declared_option_stands_in_the_help_of_the_installed_typer(run_sem
                     assert (option.metavar or "").lower() != name, f"{registered.name}: {flags}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_help_breaks_its_lines_where_the_terminal_ends(columns, run_semdiag, monkeypatch):
     """A line of a paragraph ends where the next word would not have fit; nowhere because the source's line did."""
@@ -204,6 +207,7 @@ def test_our_own_faults_are_told_before_anything_is_imported(program, monkeypatc
     assert program(ValueError("a fault of ours")).code == 70
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["list"], ["info", "{}", "--json"]])
 def test_a_reader_who_left_before_the_end_is_code_141(words, tiny_runs):
@@ -218,6 +222,7 @@ def test_a_reader_who_left_before_the_end_is_code_141(words, tiny_runs):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="processes are interrupted otherwise there")
 def test_control_c_in_a_real_process_is_told_in_one_line(tmp_path):
     made = "import time\n\n\ndef make():\n    print('at work', flush=True)\n    time.sleep(60)\n"
@@ -236,6 +241,7 @@ def test_control_c_in_a_real_process_is_told_in_one_line(tmp_path):
     assert (process.returncode, err) == (130, "semdiag: interrupted\n")
 
 
+@pytest.mark.slow
 def test_the_program_can_be_run_as_a_module():
     command = [sys.executable, "-m", "semdiag.commands.main", "info", "nowhere.pt"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)

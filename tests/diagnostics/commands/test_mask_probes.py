@@ -11,6 +11,7 @@ import semdiag
 FEW = ("--samples", 8, "--figures", "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["mask-stability", "k-sweep"])
 def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, here, tiny_runs, command):
     outcome = run_semdiag(command, tiny_runs.full, tiny_runs.topk, *FEW, "--json", "--out", here / "out")
@@ -29,6 +30,7 @@ def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, here, tiny_runs
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_masks_at_several_levels_are_deterministic(run_semdiag, here, tiny_runs):
     words = ("mask-stability", tiny_runs.full, tiny_runs.topk, *FEW, "--noise", "0.1,0.01", "--k", 3, "--draws", 2)
     first, second = (run_semdiag(*words, "--json", "--out", here / name) for name in "ab")
@@ -60,6 +62,7 @@ def test_a_k_that_no_query_has_keys_for_is_refused_by_every_command(refusal, her
     assert line.endswith(". Got k=13.")
 
 
+@pytest.mark.slow
 def test_masks_that_drop_nothing_are_not_compared_and_it_is_said(run_semdiag, here, tiny_runs, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")  # so that no sentence is broken
     outcome = run_semdiag("overlap", tiny_runs.full, *FEW, "--k", 12)
@@ -72,13 +75,7 @@ def test_masks_that_drop_nothing_are_not_compared_and_it_is_said(run_semdiag, he
         assert run_semdiag(*words).code == 0
 
 
-def test_noise_at_a_block_leaves_those_below_clean(run_semdiag, here, tiny_runs):
-    outcome = run_semdiag("mask-stability", tiny_runs.topk, *FEW, "--at-block", 1, "--json", "--noise", 0.5)
-    (level,) = json.loads(outcome.out)["results"][0]["levels"]
-    assert {row["exact"] for row in level["layers"] if row["layer"] == 0} == {1.0}
-    assert all(row["exact"] < 1 for row in level["layers"] if row["layer"] == 1)
-
-
+@pytest.mark.slow
 def test_masks_in_number_formats_beside_noise_or_alone(run_semdiag, here, tiny_runs):
     words = ("mask-stability", tiny_runs.full, tiny_runs.topk, *FEW, "--precision", "bf16,fp8-e4m3", "--k", 3)
     alone, both = (
@@ -110,6 +107,7 @@ def test_masks_in_number_formats_beside_noise_or_alone(run_semdiag, here, tiny_r
     assert all("Do masks survive a number format?" in page for page in pages.values())
 
 
+@pytest.mark.slow
 def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
     import torch
 
@@ -129,6 +127,7 @@ def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
         assert not result.get("sweep", [])
 
 
+@pytest.mark.slow
 def test_a_sweep_tells_every_k_and_a_rerun_what_masks_change(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("k-sweep", tiny_runs.full, *FEW, "--rerun", "--json", "--max-k", 4)
     (result,) = json.loads(outcome.out)["results"]
@@ -155,6 +154,7 @@ def test_a_sweep_of_a_top_k_model_without_a_rerun_says_why_it_cannot_tell(run_se
     assert "trained with top-k attention, k = 3" in said
 
 
+@pytest.mark.slow
 def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
     outcome = run_semdiag(
         "k-sweep",
@@ -189,7 +189,6 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         (("mask-stability", "--precision", "bf16,int4"), "Unknown number format 'int4'"),
         (("mask-stability", "--precision", "float64"), "against float64. Got float64."),
         (("mask-stability", "--precision", ","), "against float64. Got none."),
-        (("mask-stability", "--at-block", 7), "Noise can enter at blocks 0 to 1"),
         (("k-sweep", "--max-k", 12), "must be below the number of keys, at most 12"),
         (("k-sweep", "--max-k", 0), "at least 1"),
         (("k-sweep", "--rerun", "--k", "0"), "k must be at least 1"),
@@ -211,6 +210,7 @@ def test_overlap_runs_in_the_precision_asked_for(run_semdiag, here, tiny_runs, d
     assert json.loads(outcome.out)["provenance"]["dtype"] == dtype
 
 
+@pytest.mark.slow
 def test_of_many_heads_the_least_stable_are_shown(run_semdiag, here):
     small = ("--length", 6, "--width", 10, "--mlp-width", 10, "--head-width", 4, "--blocks", 5, "--heads", 5)
     few = ("--epochs", 1, "--train-samples", 25, "--holdout-samples", 25, "--quiet", "--out", "run")

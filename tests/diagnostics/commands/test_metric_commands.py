@@ -15,6 +15,7 @@ from semdiag.questions import percentile_tables, registry
 FEW = ("--samples", 8, "--figures", "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["dispersion", "separation"])
 def test_json_is_the_summary_of_the_same_survey(run_semdiag, strict, here, tiny_runs, command):
     outcome = run_semdiag(command, tiny_runs.full, tiny_runs.topk, "--k", "2,5", *FEW, "--json", "--quiet")
@@ -86,6 +87,7 @@ def test_paths_that_look_like_markup_are_shown_as_they_are(run_semdiag, here, ti
     assert "[bold]run[/red]" in outcome.out.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_the_default_number_of_samples_is_lowered_to_what_a_run_held_out_and_this_is_said(
     run_semdiag, here, tiny_runs
 ):
@@ -111,6 +113,7 @@ def test_a_number_of_samples_that_was_typed_is_not_lowered(run_semdiag, refusal,
     assert "held out" not in outcome.err
 
 
+@pytest.mark.slow
 def test_a_k_that_has_no_effect_is_refused_and_beside_full_models_said(run_semdiag, refusal, here, tiny_runs):
     for command in ("dispersion", "separation", "report", "mask-stability", "overlap"):
         line = refusal(command, tiny_runs.topk, *FEW, "--k", 2)
@@ -135,6 +138,7 @@ def test_figures_and_tables_go_to_reports_by_default_and_to_out_on_request(run_s
     assert sorted(path.name for path in here.iterdir()) == ["my own", "reports"]
 
 
+@pytest.mark.slow
 def test_figures_come_in_the_formats_asked_for(run_semdiag, here, tiny_runs):
     assert run_semdiag("dispersion", tiny_runs.topk, "--samples", 8, "--figures", "svg", "--out", "out").code == 0
     assert {path.suffix for path in (here / "out" / "figures").iterdir()} == {".svg"}
@@ -188,6 +192,7 @@ def test_a_checkpoint_of_the_papers_code_is_measured(run_semdiag, strict, here, 
     assert pooled["p100"] == pytest.approx(true.max(), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_the_keys_of_json_that_docs_readme_names_are_there(run_semdiag, here, tiny_runs):
     few = ("--samples", 8, "--quiet", "--json")
     spread, gap = (

@@ -22,6 +22,7 @@ def test_landscape_in_json_is_a_matrix_per_quantity(run_semdiag, sections, tiny_
         assert plane["cells"] == 9
 
 
+@pytest.mark.slow
 def test_lipschitz_compares_snapshots_of_different_epochs_with_one_of_them(run_semdiag, sections, tiny_runs):
     first = tiny_runs.topk / "epoch-0.pt"
     words = ("lipschitz", first, tiny_runs.topk, "--against", tiny_runs.full, *FEW, *SMALL["lipschitz"], "--json")
@@ -68,6 +69,7 @@ def test_inputs_without_labels_are_refused_by_name(refusal, sections, tiny_runs,
         assert "has no labels" in refusal(command, tiny_runs.topk, "--inputs", tmp_path / "ids.npy")
 
 
+@pytest.mark.slow
 def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monkeypatch):
     from semdiag.questions.landscape import measure as landscape
     from semdiag.questions.lipschitz import measure as lipschitz

@@ -20,6 +20,7 @@ def test_what_makes_no_sense_is_refused(here, refusal, words, said):
     assert refusal("report", *words) == said
 
 
+@pytest.mark.slow
 def test_fewer_processes_than_asked_for_are_said_whatever_python_does_with_warnings(tiny_runs, here, run_semdiag):
     warnings.simplefilter("error")
     words = ("--jobs", 1000, "--samples", 2, "--figures", "none", "--out", "page", "--json")

@@ -104,6 +104,7 @@ def test_nothing_is_said_where_it_is_not_wanted(clock, capsys, monkeypatch, way)
     assert lines(capsys) == []
 
 
+@pytest.mark.slow
 def test_a_thread_looks_at_the_clock_and_ends_with_the_work(monkeypatch):
     looked = threading.Event()
     monkeypatch.setattr(Minutes, "tick", lambda self: looked.set())

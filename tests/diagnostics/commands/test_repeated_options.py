@@ -5,6 +5,7 @@ import json
 import pytest
 
 
+@pytest.mark.slow
 def test_lists_take_commas_and_repetition_alike(run_semdiag, here, tiny_runs):
     def ks(*said):
         out = "--figures", "none", "--out", here / "out", "--json", "--quiet", "--samples", 10

@@ -12,6 +12,7 @@ from semdiag.measuring.measurements import Measurements
 FEW = ("--samples", 8, "--figures", "none")
 
 
+@pytest.mark.slow
 def test_a_report_on_every_run_here(run_semdiag, here, tiny_runs, monkeypatch):
     monkeypatch.setenv("SEMDIAG_CHECKPOINTS", str(tiny_runs.folder))
     outcome = run_semdiag("report", *FEW, "--k", "2")
@@ -23,6 +24,7 @@ def test_a_report_on_every_run_here(run_semdiag, here, tiny_runs, monkeypatch):
     assert "Report" not in outcome.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "k"), [(("--k", "4,2"), 2), ((), 5)])
 def test_the_masks_of_a_model_without_masks_are_those_of_the_smallest_k(run_semdiag, here, tiny_runs, asked, k):
     outcome = run_semdiag("report", tiny_runs.full, *FEW, *asked, "--json", "--quiet", "--out", "out")
@@ -33,6 +35,7 @@ def test_the_masks_of_a_model_without_masks_are_those_of_the_smallest_k(run_semd
     assert f"the mask that top-{k} would choose" in found["details"]["mask-stability"][1]
 
 
+@pytest.mark.slow
 def test_a_report_is_redrawn_from_what_was_kept(run_semdiag, here, tiny_runs):
     kept = (tiny_runs.topk, *FEW, "--out", "first", "--keep-queries", "--quiet", "--json")
     first = run_semdiag("report", *kept)
@@ -57,6 +60,7 @@ def test_what_cannot_change_saved_measurements_is_refused(refusal, here):
     assert refusal("report", "--from", "data", "--samples", 500).endswith("leave out --samples.")  # the default
 
 
+@pytest.mark.slow
 def test_a_default_k_is_lowered_to_inputs_that_are_shorter(run_semdiag, refusal, here, tiny_runs):
     np.save(here / "short.npy", np.array([[0, 1, 1], [1, 0, 1]] * 5))
     words = "report", tiny_runs.full, "--inputs", "short.npy"
@@ -73,6 +77,7 @@ def made_of(value, source, target):
     torch.save(content, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), 1e38])
 def test_a_diverged_run_is_reported_as_one(run_semdiag, here, tiny_runs, value):
     made_of(value, tiny_runs.full, here / "full.pt")

@@ -162,6 +162,7 @@ def test_a_second_sweep_in_the_folder_is_told(here, sweep):
         process.communicate(timeout=60)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_in_the_table_and_the_exit_code_is_1(sweep, here):
     text = "train_samples = 100\nepochs = 1\ngradient_clip = 1e30\n[grid]\nlearning_rate = [0.1, 1e30]\n"
     outcome = sweep(text)
@@ -181,6 +182,7 @@ def test_a_dry_run_counts_and_writes_nothing(sweep, here):
     assert not (here / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_takes_recorded_runs_as_done(sweep, here):
     text = "train_samples = 100\nepochs = {}\n[grid]\nseed = {}\n"
     assert sweep(text.format(2, [1]), "--records", "kept").code == 0

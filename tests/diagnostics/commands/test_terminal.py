@@ -32,7 +32,6 @@ from semdiag.measuring.words import (
 from semdiag.presenting import options
 from semdiag.presenting.progress import Stages
 from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
-from semdiag.reporting import gate as rules
 from semdiag_models import ATTENTIONS, TASKS
 
 HEADS = ["layer", "head", *(f"quantity {n} p50" for n in range(9)), "share"]
@@ -250,6 +249,7 @@ def test_a_survey_announces_each_probe(tiny_runs):
     assert stages == [str(tiny_runs.full), f"{tiny_runs.full}: k-sweep"]
 
 
+@pytest.mark.slow
 def test_a_report_is_opened_on_request_only(run_semdiag, here, tiny_runs, monkeypatch):
     opened = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
@@ -264,19 +264,6 @@ def test_completion_offers_the_names_of_the_registries():
     assert options.names(options.TASKS)("") == [*TASKS, "text"]
     assert tuple(ATTENTIONS) == options.ATTENTIONS
     assert options.names(options.ATTENTIONS)("b") == ["banded", "block", "bottomk"]
-
-
-def test_completion_offers_what_a_rule_begins_with():
-    assert options.STATISTICS == rules.STATISTICS
-    known = {f"{metric}.{statistic}" for metric in rules.METRICS for statistic in rules.STATISTICS}
-    assert set(options.RULES) == known | set(rules.FACTS)
-    assert options.names(options.RULES)("separation.p1") == [
-        "separation.p1",
-        "separation.p10",
-        "separation.p100",
-    ]
-    for begun in options.RULES:
-        assert rules.parse_rule(f"{begun} < 1").metric == begun.split(".")[0]
 
 
 def test_completion_offers_runs_and_paths(here):
@@ -346,6 +333,7 @@ def test_a_mistyped_run_is_told_the_nearest(refusal, here):
         assert refusal("dispersion", named) == f"{named} does not exist. Did you mean {run}?"
 
 
+@pytest.mark.slow
 def test_as_many_of_given_inputs_are_measured_as_are_asked_for(run_semdiag, refusal, here, tiny_runs):
     np.save(here / "tokens.npy", np.zeros((5, 12), dtype=np.int64))
     words = ("dispersion", tiny_runs.full, "--inputs", "tokens.npy", "--figures", "none")

@@ -70,6 +70,7 @@ def test_the_options_are_taken(run_semdiag, here, corpus):
     assert (last.training.text.tokenizer, last.training.text.holdout_file) == ("bpe", "more.txt")
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_is_uninterrupted(run_semdiag, here, corpus):
     for out, steps in (("whole", [2]), ("parts", [1, 2])):
         for epochs in steps:
@@ -123,6 +124,7 @@ def test_without_the_package_the_line_is_the_command_that_brings_it(refusal, cor
     assert refusal("train", "text", "--text", "corpus.txt").endswith(": pip install sentencepiece")
 
 
+@pytest.mark.slow
 def test_info_shows_the_text_and_its_perplexity_and_not_the_tokenizer(run_semdiag, trained, story):
     last = read_checkpoint(trained[0] / "last.pt")
     told = json.loads(run_semdiag("info", trained[0], "--json").out)
@@ -139,6 +141,7 @@ def test_info_shows_the_text_and_its_perplexity_and_not_the_tokenizer(run_semdia
     assert len(shown) < 10_000
 
 
+@pytest.mark.slow
 def test_dispersion_is_measured_on_the_held_out_windows(run_semdiag, here, trained):
     done = run_semdiag(
         "dispersion", *trained, "--json", "--figures", "none", "--per-query", "q.parquet", "--quiet"
@@ -154,6 +157,7 @@ def test_dispersion_is_measured_on_the_held_out_windows(run_semdiag, here, train
     assert full["all"]["queries"] == training.holdout_samples * training.length * 2
 
 
+@pytest.mark.slow
 def test_another_text_can_be_measured_on_without_the_first(run_semdiag, refusal, here, trained):
     (here / "corpus.txt").rename(here / "other.txt")
     line = refusal("dispersion", trained[0], "--quiet")

@@ -9,6 +9,7 @@ import torch
 FEW = ("--samples", 8, "--figures", "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["stability", "bounds"])
 def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, sections, tiny_runs, command):
     outcome = run_semdiag(command, tiny_runs.full, tiny_runs.topk, *FEW, "--json")
@@ -31,6 +32,7 @@ def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, sections, tiny_
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_several_noise_levels(run_semdiag, sections, tiny_runs):
     outcome = run_semdiag("stability", tiny_runs.topk, *FEW, "--noise", "0.1,0.01", "--json")
     found = json.loads(outcome.out)
@@ -50,6 +52,7 @@ def test_wrong_noise_is_refused(refusal, sections, tiny_runs, noise):
     assert line == f"--noise takes positive numbers separated by commas, like 0.01,0.1. Got {noise!r}."
 
 
+@pytest.mark.slow
 def test_pairs_are_shown(run_semdiag, sections, tiny_runs):
     outcome = run_semdiag("bounds", tiny_runs.full, tiny_runs.topk, *FEW)
     said = " ".join(outcome.out.split())
@@ -62,6 +65,7 @@ def test_pairs_are_shown(run_semdiag, sections, tiny_runs):
         assert words in said
 
 
+@pytest.mark.slow
 def test_against_a_reference_that_is_no_full_model(run_semdiag, sections, tiny_runs):
     first = tiny_runs.topk / "epoch-0.pt"
     outcome = run_semdiag("bounds", first, tiny_runs.topk, "--against", tiny_runs.topk, *FEW, "--json")
@@ -88,6 +92,7 @@ def test_given_inputs_have_no_labels_and_no_slopes(run_semdiag, sections, tiny_r
     assert re.search(r"constant \[sound\]: inconclusive", " ".join(outcome.out.split()))
 
 
+@pytest.mark.slow
 def test_the_paper_code_fixture(run_semdiag, sections, paper_code, here):
     torch.save(paper_code.true["tokens"], here / "tokens.pt")
     words = (paper_code.checkpoint, "--config", paper_code.config_file, "--inputs", here / "tokens.pt", "--json")

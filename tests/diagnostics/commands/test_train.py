@@ -290,6 +290,7 @@ def test_until_stops_the_run_and_the_last_line_says_so(semdiag, tmp_path):
     assert lines[0].endswith(" after 3 epochs, --until 1 not reached (chance 50%).")
 
 
+@pytest.mark.slow
 def test_several_seeds_land_in_a_folder_each(semdiag, refused, tmp_path):
     task = ["train", "even-pairs", "--attention", "topk", "--k", 3, *SEEDLESS]
     code, lines = semdiag(*task, "--seeds", "5, 6", "--epochs", 2)

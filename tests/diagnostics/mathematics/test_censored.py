@@ -5,11 +5,10 @@ import math
 
 import numpy as np
 import pytest
-import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics.censored import kaplan_meier_median, logrank_p, median_interval
+from semdiag.mathematics.censored import kaplan_meier_median, median_interval
 
 numbers = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
 ranges = st.lists(st.tuples(st.floats(0.01, 100), st.floats(0, 50)), min_size=1, max_size=12)
@@ -21,6 +20,7 @@ def test_the_median_of_known_draws_is_the_median(draws):
     assert found.low == found.high == pytest.approx(np.median(draws))
 
 
+@pytest.mark.slow
 @given(ranges, st.randoms(use_true_random=False))
 def test_the_median_of_any_draws_within_the_ranges_lies_within_its_range(pairs, random):
     lows, highs = [low for low, _ in pairs], [low + width for low, width in pairs]
@@ -103,51 +103,3 @@ def test_dropping_runs_that_never_arrive_would_make_the_median_smaller():
 def test_no_run_has_no_median():
     with pytest.raises(ValueError, match="no median without runs"):
         kaplan_meier_median([], [])
-
-
-def excess(runs, side):
-    """Observed minus expected arrivals of a side, as a textbook counts them, time by time."""
-    found = 0.0
-    for moment in sorted({time for time, there in runs if there}):
-        watched = [i for i, (time, _) in enumerate(runs) if time >= moment]
-        arrivals = [i for i, (time, there) in enumerate(runs) if there and time == moment]
-        found += sum(i in side for i in arrivals)
-        found -= len(arrivals) * sum(i in side for i in watched) / len(watched)
-    return found
-
-
-def by_name(runs, n):
-    sides = itertools.combinations(range(len(runs)), n)
-    sums = [abs(excess(runs, side)) for side in sides]
-    return sum(one >= abs(excess(runs, range(n))) - 1e-9 for one in sums) / len(sums)
-
-
-def columns(runs):
-    return [time for time, _ in runs], [there for _, there in runs]
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=4, max_size=8), st.integers(1, 3))
-def test_the_logrank_p_counts_all_relabellings(runs, n):
-    assert logrank_p(columns(runs[:n]), columns(runs[n:])) == pytest.approx(by_name(runs, n))
-
-
-def test_three_runs_a_side_are_never_below_a_tenth_and_equal_ones_tell_nothing():
-    first, second = [(10, True), (11, True), (12, True)], [(20, True), (30, False), (30, False)]
-    assert logrank_p(columns(first), columns(second)) == pytest.approx(by_name(first + second, 3)) == 0.1
-    assert logrank_p(([5] * 3, [True] * 3), ([5] * 3, [True] * 3)) == 1
-
-
-def test_of_many_runs_the_logrank_p_is_near_that_of_the_large_sample_law():
-    generator = np.random.default_rng(0)
-    first, second = generator.exponential(1.0, 80), generator.exponential(1.4, 80)
-    ended = [np.minimum(times, 1.5) for times in (first, second)]
-    there = [times < 1.5 for times in (first, second)]
-    law = scipy.stats.logrank(
-        *(scipy.stats.CensoredData.right_censored(t, ~d) for t, d in zip(ended, there, strict=True))
-    )
-    found = logrank_p(*((t.tolist(), d.tolist()) for t, d in zip(ended, there, strict=True)))
-    error = 4 * math.sqrt(
-        law.pvalue * (1 - law.pvalue) / 20_000
-    )  # of 20,000 relabellings, four standard deviations
-    assert found == pytest.approx(law.pvalue, abs=error + 0.01)  # and of the law itself, with 80 a side
-    assert found == logrank_p(*((t.tolist(), d.tolist()) for t, d in zip(ended, there, strict=True)))

@@ -165,7 +165,6 @@ def broken(statement: str, **changes: Tensor) -> None:
     bound = heavy_hitter_pair_stability(**(pair | changes))
     assert statement in [a.statement for a in bound.unmet]
     assert bound.log_value.item() == math.inf
-    assert "assumption not met" in str(bound)
 
 
 def test_each_broken_assumption_is_reported():

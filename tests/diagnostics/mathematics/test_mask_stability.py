@@ -84,6 +84,7 @@ def test_all_keys_can_be_lost():
     assert kept_in_common(torch.tensor([[-3.0, -2.0, 1.0, 0.0]]), before).tolist() == [0]
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**31), k=st.integers(1, 7), size=st.floats(1e-3, 2.0), towards=st.floats(0, 1))
 def test_a_certified_set_never_changes(seed, k, size, towards):
     """Random changes, mixed with the worst there is: kept keys down, dropped ones up."""

@@ -54,6 +54,7 @@ def best_coordinate(j):
     return size.amax(1), x
 
 
+@pytest.mark.slow
 @given(SEEDS)
 def test_no_value_is_above_the_norm_and_none_below_that_of_its_start(seed):
     """Both by definition: a value is a ratio ‖J x‖ / ‖x‖ that was met, and the start's is the first one."""
@@ -63,6 +64,7 @@ def test_no_value_is_above_the_norm_and_none_below_that_of_its_start(seed):
     assert (found_from(j, start).value >= size * (1 - ROUNDING)).all()
 
 
+@pytest.mark.slow
 @given(SEEDS)
 def test_no_step_lowers_the_ratio(seed):
     """‖J x'‖ ≥ ⟨y*, J x'⟩ = max_l ‖(Jᵀy*)_l‖ ≥ ⟨Jᵀy*, x⟩ = ‖J x‖, y* the dual of y = J x (Boyd 1974)."""
@@ -127,6 +129,7 @@ def test_a_zero_map_settles_at_zero():
     assert found.settled.all()
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 9))
 def test_bidiagonalisation_never_exceeds_and_soon_reaches_the_spectral_norm(seed, rows, columns):
     generator = torch.Generator().manual_seed(seed)

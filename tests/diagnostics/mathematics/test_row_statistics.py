@@ -460,6 +460,7 @@ def tables(draw, distinct=False):
     return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)), dtype=torch.float64)
 
 
+@pytest.mark.slow
 @given(tables(), st.integers(-1000, 1000))
 def test_shifting_rows_leaves_dispersion_and_separation_unchanged(scores, shift):
     shifts = shift * torch.arange(1, len(scores) + 1)[:, None]
@@ -491,6 +492,7 @@ def test_more_heavy_hitters_have_no_smaller_dispersion_up_to_that_of_all_keys(sc
     assert all((found.separation(k) >= 0).all() for k in range(1, keys + 1))
 
 
+@pytest.mark.slow
 @given(tables(), st.data())
 def test_loads_add_up_to_the_keys_that_are_kept(scores, data):
     rows, columns = scores.shape
@@ -502,6 +504,7 @@ def test_loads_add_up_to_the_keys_that_are_kept(scores, data):
         assert (found.key_load(k) <= found.key_load()).all()
 
 
+@pytest.mark.slow
 @given(tables(), st.data())
 def test_entropy_and_mass_kept_stay_in_their_ranges(scores, data):
     rows, columns = scores.shape
@@ -550,6 +553,7 @@ class _Allocations(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 def test_nothing_as_large_as_all_scores_is_ever_held():
     length, generator = 8192, torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, length, 16, generator=generator).unbind()

@@ -38,6 +38,7 @@ def bounds_of(z: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return change, weight_change_bound(spread), xi * score_change(z, other, keys, keys)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_pair_exceeds_either_bound(data):
     change, by_range, by_odds = bounds_of(*drawn_pair(data))

@@ -60,6 +60,7 @@ def test_two_sequences_or_equal_ones_leave_students_interval():
     assert sampled_estimates(np.ones(8), samples, np.arange(8) // 2, 0.5, ())[0].such == (1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_intervals_of_few_skewed_sequences_hold_the_mean_of_the_law():
     """8 sequences of exponential means, 3,000 cases (standard error 0.5%): 93% hold it, Student's alone 90."""
     rng = np.random.default_rng(5)
@@ -81,6 +82,7 @@ def unequal(rng, count):
     )
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_mean_and_the_median_of_sequences_of_unequal_lengths():
     """2,000 cases of 12 (standard error 0.5%): as if all were equal, 92% held either."""
     held, rng = np.zeros(2), np.random.default_rng(11)
@@ -139,6 +141,7 @@ def test_too_few_draws_give_no_interval_of_an_outer_percentile():
     assert all(np.isnan([e.estimate, *e.these, *e.such]).all() for e in nothing)
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_they_speak_about():
     """300 cases: 95% are 285; outside the limits below once in 10,000 times, were the seed not fixed."""
     cases, length, drawn, sequences, rng = 300, 400, 40, 25, np.random.default_rng(3)

@@ -22,6 +22,7 @@ def secant(z, other, chosen, others, order=1):
     return weight_change(z, other, chosen, others) / score_change(z, other, chosen, others, order)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(scores_of_rows)
 def test_local_stability_is_the_jacobians_norm_and_at_most_the_bound(row):

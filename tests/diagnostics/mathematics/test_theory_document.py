@@ -16,9 +16,9 @@ ANCHORS = set(re.findall(r'<a id="([\w-]+)"></a>', DOCUMENT))
 SOURCES = [file for folder in ("diagnostics", "models") for file in sorted((ROOT / folder).rglob("*.py"))]
 PACKAGES = ("semdiag.mathematics", "semdiag_models.attention", "semdiag.measuring.reach")
 PLAIN = {  # handle numbers, tensors and places; their docstrings say it all
-    "allowed_keys", "broadcast", "draw_queries", "float64", "kaplan_meier_median",
+    "allowed_keys", "as_mask", "broadcast", "draw_queries", "float64", "kaplan_meier_median",
     "largest_scores", "log", "log_one_plus", "log_one_plus_inverse", "log_product", "log_root_sum_squares",
-    "log_sum", "logrank_p", "median_interval", "merged", "overlaps", "part_of",
+    "log_sum", "median_interval", "merged", "overlaps", "part_of",
     "fitting_tile", "kernel_rows",
     "predicted_classes", "ratio_ends", "refusal",
     "row_statistics", "rows_of", "sampled_estimates",

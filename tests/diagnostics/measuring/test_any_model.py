@@ -21,7 +21,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.stability.gains import spaced
-from semdiag.questions.stability.measure import SecantsPlan, external_secants
+from semdiag.questions.stability.measure import SecantsPlan, measure_secants
 from semdiag_models import Encoder, InputError, ModelConfig
 
 LENGTH, HEADS, WIDTH, BLOCKS = 9, 2, 8, 2
@@ -293,23 +293,23 @@ def test_an_empty_capture_has_empty_tables(decoder):
 
 
 def test_secants_lie_below_the_sound_constants_and_follow_the_seed(decoder, batch):
-    rows = external_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4)
+    rows = measure_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4)
     assert len(rows) == 2 * (9 + 4 + 1 + 9) * BLOCKS * HEADS
     assert (rows["weight_change"] <= 0.5 * rows["score_change"] * (1 + 1e-12)).all()
     assert rows["weight_change"].max() > 1e-3
-    again = external_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4)
+    again = measure_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4)
     pd.testing.assert_frame_equal(rows, again)
-    other = external_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4, seed=1)
+    other = measure_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4, seed=1)
     assert not rows["weight_change"].equals(other["weight_change"])
     assert not any(m._forward_hooks for m in decoder.modules())
 
 
 def test_of_long_samples_spaced_queries_are_compared_and_that_is_said(decoder, batch, monkeypatch):
-    whole, said = external_secants(unnamed(decoder), [batch]), []
+    whole, said = measure_secants(unnamed(decoder), [batch]), []
     monkeypatch.setattr("semdiag.questions.stability.measure.QUERIES", 4)
     monkeypatch.setattr("semdiag.questions.stability.measure.spaced", lambda length: spaced(length, 4))
     monkeypatch.setattr("semdiag.questions.stability.measure._PAIRS", 1)
-    rows = external_secants(unnamed(decoder), [batch], remark=lambda text, code: said.append((text, code)))
+    rows = measure_secants(unnamed(decoder), [batch], remark=lambda text, code: said.append((text, code)))
     length = next(iter(batch.values())).shape[1]
     queries = range(length - 1, -1, -math.ceil(length / 4))
     expected = whole[whole["query"].isin(queries) & (whole["sample"] < 4)].reset_index(drop=True)
@@ -318,7 +318,7 @@ def test_of_long_samples_spaced_queries_are_compared_and_that_is_said(decoder, b
 
 
 def test_clean_rows_of_the_secants_are_those_of_the_measurement(decoder, batch):
-    rows = external_secants(unnamed(decoder), [batch], levels=(1e-12,))
+    rows = measure_secants(unnamed(decoder), [batch], levels=(1e-12,))
     found = semdiag.measure(decoder, batch, dtype=torch.float64).queries
     merged = rows.merge(found, on=["sample", "layer", "head", "query"])
     assert len(merged) == len(found)
@@ -382,7 +382,7 @@ def test_secants_of_attention_that_the_noise_does_not_reach_are_named_and_left_o
     pixels = torch.randn(5, 6, WIDTH, generator=torch.Generator().manual_seed(0))
     model = semdiag.LoadedModel("own:two", "", Two(), "factory", "unknown", batches=[{"pixels": pixels, **batch}])
     found = survey([model], Conditions(plans=(SecantsPlan(),), device="cpu"))
-    alone = external_secants(unnamed(decoder), [batch])
+    alone = measure_secants(unnamed(decoder), [batch])
     assert set(found.queries["layer"]) == {0, 1, 2}
     assert (found.secants["layer"] - 1).tolist() == alone["layer"].tolist()
     np.testing.assert_allclose(found.secants["weight_change"], alone["weight_change"], rtol=1e-9, atol=1e-15)

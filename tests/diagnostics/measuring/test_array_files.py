@@ -189,6 +189,7 @@ print(read)
 """
 
 
+@pytest.mark.slow
 def test_no_damaged_footer_ends_the_process(tmp_path):
     """Arrow ends the process where it is asked for the description of a column that contradicts itself."""
     words = [sys.executable, "-W", "ignore", "-c", _DAMAGE, str(tmp_path / "damaged.parquet")]

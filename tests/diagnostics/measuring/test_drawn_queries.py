@@ -273,20 +273,6 @@ def test_models_of_which_others_were_drawn_stay_estimated(vectors, other):
         require_every_query(findings, "This")
 
 
-def test_measurements_saved_with_one_share_are_read_with_both(vectors, tmp_path):
-    """As 0.3 saved them. Fails where ``_with_shares`` (measurements.py) leaves a share as it is."""
-    for queries, most in ((None, 100), (10, 10_000), (None, 10_000)):
-        found = measure(Causal(), vectors, queries=queries, max_queries=most)
-        own = found.models
-        older = own.drop(columns=["drawn", "share_kept"]).assign(share=own["share"] * own["share_kept"])
-        found.save(tmp_path)
-        older.to_parquet(tmp_path / "models.parquet", index=False)
-        (tmp_path / "SHA256SUMS").unlink()
-        read = Measurements.load(tmp_path).models
-        for name in ("drawn", "share", "share_kept"):
-            assert read[name].item() == own[name].item(), (queries, most, name)
-
-
 @pytest.mark.parametrize("value", ["a half", 2.0, -0.5])
 def test_a_share_that_is_none_is_refused(vectors, tmp_path, value):
     found = measure(Causal(), vectors, queries=10)

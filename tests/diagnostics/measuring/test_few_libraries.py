@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 BROKEN = (
     "joblib",
     "psutil",
@@ -42,6 +44,7 @@ assert len(semdiag.k_sweep(model, [x]).sweep)
 """
 
 
+@pytest.mark.slow
 def test_a_broken_library_that_is_not_needed_does_not_stop_a_capture():
     work = [sys.executable, "-c", WORK.format(broken=BROKEN)]
     done = subprocess.run(work, capture_output=True, text=True, timeout=120, check=False)

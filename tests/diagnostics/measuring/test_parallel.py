@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.measure import Conditions
-from semdiag.measuring.survey import MeasuringOrder, run_in_parallel, run_order, survey
+from semdiag.measuring.survey import run_in_parallel, run_order, survey
 from semdiag.measuring.table import TABLES
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan
@@ -47,7 +47,7 @@ class Here:
 
 def apart(workers, told):
     return lambda paths, conditions: run_in_parallel(
-        [(path, MeasuringOrder(path, conditions)) for path in paths], workers, told.append
+        [(path, (path, conditions)) for path in paths], workers, told.append
     )
 
 
@@ -60,6 +60,7 @@ def assert_same(found, expected):
     assert json.dumps(found.provenance) == json.dumps(expected.provenance)  # the order, too: it is written so
 
 
+@pytest.mark.slow
 def test_models_measured_one_by_one_are_those_of_a_survey_in_whatever_order_they_end(tiny_runs):
     paths, workers, told = [tiny_runs.full, tiny_runs.topk], Here(), []
     found = survey(paths, CONDITIONS, elsewhere=apart(workers, told))
@@ -76,10 +77,11 @@ def test_two_processes_find_the_same_numbers(tiny_runs):
     assert sorted(told) == sorted(map(str, paths))
 
 
+@pytest.mark.slow
 def test_what_auto_means_is_decided_by_all_models_and_not_by_each(tiny_runs):
     workers = Here()
     survey([tiny_runs.full, tiny_runs.topk], replace(CONDITIONS, dtype="auto"), elsewhere=apart(workers, []))
-    assert {order.conditions.dtype for order in workers.orders} == {"float64"}
+    assert {order[1].dtype for order in workers.orders} == {"float64"}
 
 
 def test_inputs_that_do_not_suit_are_refused_in_one_line(tiny_runs, tmp_path):
@@ -158,6 +160,6 @@ def test_no_more_processes_than_cores_tasks_and_memory_allow(jobs, tasks, size, 
 
 
 def test_an_order_can_be_carried_out_alone(tiny_runs):
-    found = run_order(MeasuringOrder(str(tiny_runs.full), CONDITIONS))
+    found = run_order((str(tiny_runs.full), CONDITIONS))
     assert found.models["model"].tolist() == [str(tiny_runs.full)]
-    assert "not there" in run_order(MeasuringOrder("not there", CONDITIONS))
+    assert "not there" in run_order(("not there", CONDITIONS))

@@ -37,11 +37,10 @@ CHEAP = {
 }
 # Retrieval needs a tokenizer and a language head, which no model here has: test_retrieval.py.
 FEW = {plan: CHEAP.get(plan) or plan() for plan in every_probe() if plan is not RetrievalPlan}
-OF_EXTERNAL_MODELS = {"projections"}  # which our encoders do not need: of them all constants are known
 ON_REQUEST = {
     "sweep_estimates",
     "rerun",
-    "rerun_quarters",
+    "rerun_lengths",
     "budgets",
 }  # with rows only of drawn queries, and of models run again
 SAMPLES = 5
@@ -152,7 +151,7 @@ def test_names_of_tables_and_probes_are_unique():
 def test_what_is_declared_is_what_an_encoder_gives(probe, tiny_models, which):
     subject = subject_of(tiny_models[which])
     tables = measured(probe, subject)
-    assert set(tables) == {table.name for table in probe.tables} - OF_EXTERNAL_MODELS
+    assert set(tables) == {table.name for table in probe.tables}
     assert_declared(probe, tables, tiny_models[which])
     assert {name for name, table in tables.items() if not len(table)} <= ON_REQUEST
     assert subject.missing == {}
@@ -161,7 +160,7 @@ def test_what_is_declared_is_what_an_encoder_gives(probe, tiny_models, which):
 def test_a_random_mask_has_every_table_even_where_it_has_no_rows(probe, tiny_models, wild_encoder):
     model = dataclasses.replace(tiny_models[0], module=wild_encoder("random").float())
     tables = measured(probe, subject_of(model))
-    assert set(tables) == {table.name for table in probe.tables} - OF_EXTERNAL_MODELS
+    assert set(tables) == {table.name for table in probe.tables}
     assert_declared(probe, tables, model)
 
 
@@ -194,11 +193,11 @@ def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
         return tables, dict(said.itertuples(index=False))
 
     tables, reasons = of(decoder)
-    assert tables == {"secants", "gains", "projections", "masks", "sweep"}
+    assert tables == {"secants", "gains", "masks", "sweep"}
     assert set(reasons) == {"bounds", "loss surface", "Lipschitz estimates"}
     assert reasons["loss surface"] == "its loss is not known"
     tables, reasons = of(blind)
-    assert tables == {"projections", "sweep"}
+    assert tables == {"sweep"}
     assert set(reasons) == {"secants", "bounds", "mask stability", "loss surface", "Lipschitz estimates"}
     assert reasons["mask stability"].startswith("it has no token embedding")
 
@@ -217,6 +216,7 @@ def test_finished_steps_are_as_many_as_were_announced(probe, tiny_models):
     assert sum(done) == (found_out[-1] if found_out else probe.steps(FEW[probe.plan]))
 
 
+@pytest.mark.slow
 def test_the_progress_bar_of_a_survey_fills_and_external_models_have_no_steps(tiny_models, decoder):
     announced, done, found_out = [], [], []
     conditions = Conditions(samples=SAMPLES, plans=tuple(FEW.values()))

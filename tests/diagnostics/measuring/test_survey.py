@@ -83,6 +83,7 @@ def test_queries_with_few_keys_are_left_out_on_request(tiny_runs, padded_inputs)
     assert "min_keys" not in whole.provenance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "topk"])
 def test_probes_leave_out_queries_with_few_keys_whether_or_not_all_queries_are_kept(tiny_runs, tmp_path, name):
     tokens = torch.randint(2, (8, 12), generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,7 @@ from semdiag.presenting.drawing.style import reference_ranges, reference_words
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_what_is_shipped_is_what_is_measured():
     """Two digits, of which another processor may move the last."""
     import reference_ranges as program

@@ -68,19 +68,19 @@ def some(many):
 
 
 @pytest.fixture(scope="module")
-def several(some, make_four, theory, probed, reruns, probes, unequal):
+def several(some, make_four, theory, probed, reruns, probes):
     """Call with the name of a figure: findings on many models of which it can be drawn."""
     kinds = {
         THEORY: lambda: theory(some),
         MASK_PROBES: lambda: probed(some),
         RERUNS: lambda: reruns(probed(some)),
         PROBES: lambda: probes(make_four()),
-        ("dispersion_by_keys",): lambda: unequal(some),
     }
     made = functools.cache(lambda figures: Findings(kinds[figures]() if figures else some))
     return lambda name: made(next((figures for figures in kinds if name in figures), ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in registry.figures() if name not in ELSEWHERE])
 def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, several):
     before = dict(matplotlib.rcParams)
@@ -110,15 +110,14 @@ def test_one_model_is_drawn_or_the_reason_is_said(name, attention, alone):
 
 
 @pytest.fixture(scope="module")
-def not_finite(model, unequal, theory, probes):
+def not_finite(model, theory, probes):
     """Call with a value: the same in all numbers of the queries of one model of three, and of all."""
 
     @functools.cache
-    def make(value, keys_differ):
+    def make(value):
         three = Measurements.concat([model("full", within=(3,)), model("topk"), model("block")])
         three = probes(theory(three))
         three = three.replace(landscape=three.landscape[three.landscape["plane"] == 0])
-        three = unequal(three) if keys_differ else three
         numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "weight_kept_k3"]
         one = three.queries["model"].str.contains("block")
         some, every = three.queries.copy(), three.queries.copy()
@@ -128,12 +127,13 @@ def not_finite(model, unequal, theory, probes):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in registry.figures() if name not in (*MASK_PROBES, *RERUNS, *ELSEWHERE)]
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
 def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite):
-    some, every = not_finite(value, name == "dispersion_by_keys")
+    some, every = not_finite(value)
     registry.figures()[name](some).draw_without_rendering()
     if name in (*THEORY, *PROBES) and name not in OF_QUERIES:
         return  # not drawn from queries
@@ -175,6 +175,7 @@ def test_ecdf_marks_the_percentiles(four):
     assert widths[ATTENTION_STYLES["full"].color] > widths[ATTENTION_STYLES["banded"].color]
 
 
+@pytest.mark.slow
 def test_ratio_is_known_and_never_crosses_snapshots(four, many):
     ratios = layer_ratios(Findings(four), resamples=20)
     assert ratios.groupby("model", sort=False)["ratio"].unique().map(list).to_dict() == {
@@ -191,6 +192,7 @@ def test_ratio_is_known_and_never_crosses_snapshots(four, many):
     assert all(("initialisation" in sparse) == ("initialisation" in full) for sparse, full in compared)
 
 
+@pytest.mark.slow
 def test_titles_say_what_these_data_show_and_other_data_other_things(four):
     """The shares of layers, and the ends of medians, follow the numbers: here those of top-k's layer 1."""
     topk = four.queries["model"].str.contains("topk") & (four.queries["layer"] == 1)
@@ -228,6 +230,7 @@ def test_a_model_alone_is_told_by_its_layers(model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dispersion_by_layer", "dispersion_ratio", "separation_by_layer", "heads_map"])
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 def test_titles_fit_their_figures(name, narrow, model):
@@ -329,6 +332,7 @@ def test_every_attention_has_a_look_of_its_own():
     assert to_hex(ATTENTION_STYLES["full"].color) == "#3d3d3d"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_the_same_measurements_give_the_same_bytes(suffix, four, tmp_path):
     for folder in ("a", "b"):
@@ -356,6 +360,7 @@ def test_an_unknown_format_is_refused(tmp_path):
         save_figure(Figure(), tmp_path / "x", ["gif"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["heads_map", "corollary_conditions"])
 def test_text_is_legible_on_a_telephone(name, four, theory):
     with stacked():
@@ -367,6 +372,7 @@ def test_text_is_legible_on_a_telephone(name, four, theory):
         assert "local blocks" in [text.get_text() for text in shown(figure)[0].texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["corollary_conditions", "training_curves", "heads_map"])
 def test_no_text_is_lost_on_a_dark_page(name, make_four, theory, tmp_path):
     """Text has a dark counterpart, unless it lies on a cell, whose colour stays: there it is black or white."""

@@ -31,6 +31,7 @@ def words(figure):
     return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
 
 
+@pytest.mark.slow
 def test_contour_shows_the_cells_themselves(pair):
     figure = registry.figures()["landscape_contour"](Findings(pair))
     axes = panels(figure)
@@ -52,6 +53,7 @@ def test_contour_shows_the_cells_themselves(pair):
     assert "interpolated" in words(figure)
 
 
+@pytest.mark.slow
 def test_a_wide_range_of_losses_is_logarithmic_and_broken_cells_are_marked(pair):
     table = pair.landscape.copy()
     table["loss"] = table["loss"] ** 4
@@ -63,6 +65,7 @@ def test_a_wide_range_of_losses_is_logarithmic_and_broken_cells_are_marked(pair)
     assert np.ma.masked_invalid(mesh.get_array()).mask.sum() == 1
 
 
+@pytest.mark.slow
 def test_percentile_curves_by_radius(pair):
     axes = panels(registry.figures()["lipschitz_percentiles"](Findings(pair)))
     assert len(axes) == 4
@@ -83,6 +86,7 @@ def test_percentile_curves_by_radius(pair):
     assert "95%" in said
 
 
+@pytest.mark.slow
 def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
     assert measured_questions(Findings(pair))[-2:] == ["lipschitz", "landscape"]
     page, _ = write_report(
@@ -112,6 +116,7 @@ def test_a_violated_bound_is_loud(pair, tmp_path):
     assert "ERROR OF SEMDIAG: block Jacobians" in " ".join(summary["details"]["lipschitz"])
 
 
+@pytest.mark.slow
 def test_mixed_orderings_are_called_mixed(pair, tmp_path):
     secants = pair.loss_secants.copy()
     high = secants["model"].str.contains("topk") & (secants["radius"] == 1.0)

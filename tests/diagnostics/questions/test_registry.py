@@ -96,6 +96,7 @@ def test_every_heading_says_what_it_does_not_cover():
             assert all(caveat.endswith(".") for caveat in heading.caveats)
 
 
+@pytest.mark.slow
 def test_tables_have_names_of_their_own(everything):
     found = {name: question.answered(everything).tables for name, question in registry.reported().items()}
     names = [name for tables in found.values() for name in tables]

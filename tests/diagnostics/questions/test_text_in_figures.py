@@ -104,6 +104,7 @@ def faults(figure, monkeypatch):
     return said
 
 
+@pytest.mark.slow
 def test_the_measure_sees_text_over_text_and_text_that_is_cut(monkeypatch):
     figure, (left, right) = panel_grid(2)
     assert faults(figure, monkeypatch) == []
@@ -125,6 +126,6 @@ def test_no_text_lies_over_another_or_is_cut(real, name, narrow, monkeypatch):
         try:
             figure = registry.figures()[name](real)
         except NothingToDrawError:
-            assert name in ("dispersion_by_keys", "retrieval_by_distance")
+            assert name == "retrieval_by_distance"
             pytest.skip("nothing to draw of these checkpoints")
     assert faults(figure, monkeypatch) == []

@@ -111,6 +111,7 @@ def check_addresses(page, folder):
     assert "@media print" in text
 
 
+@pytest.mark.slow
 def test_a_sentence_stands_once_and_headings_are_answers(kept):
     text = html.unescape((kept / "index.html").read_text(encoding="utf-8"))
     summary = json.loads((kept / "summary.json").read_text(encoding="utf-8"))
@@ -128,6 +129,7 @@ def test_a_sentence_stands_once_and_headings_are_answers(kept):
     assert len(title) < 80
 
 
+@pytest.mark.slow
 def test_of_an_external_model_the_papers_theory_is_folded(model, theory, probed, tmp_path):
     measured = probed(theory(model("full", path="own:build", within=(3,))))
     findings = Findings(measured.replace(models=measured.models.assign(source="factory")))
@@ -140,6 +142,7 @@ def test_of_an_external_model_the_papers_theory_is_folded(model, theory, probed,
     assert '<div class="heads"' in screens
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_map_opens_its_head_and_says_its_values(model, tmp_path):
     findings = Findings(model("full", path="own:build"))
     page, _ = write_report(findings, tmp_path / "r", "x", formats=(), look="<p>a page of one text</p>")
@@ -170,6 +173,7 @@ def test_the_verdict_is_in_words_and_numbers(kept):
     assert "yes" in page.text
 
 
+@pytest.mark.slow
 def test_a_failing_pair_and_a_lone_model_are_said(model, tmp_path):
     pair = Measurements.concat([model("full"), model("topk")])
     queries = pair.queries.copy()
@@ -186,6 +190,7 @@ def test_a_failing_pair_and_a_lone_model_are_said(model, tmp_path):
     assert "No figure dispersion_ratio" in alone.text
 
 
+@pytest.mark.slow
 def test_initialisation_is_not_mixed_with_the_trained_models(many, tmp_path):
     write_report(Findings(many), tmp_path / "r", "x", formats=())
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
@@ -195,6 +200,7 @@ def test_initialisation_is_not_mixed_with_the_trained_models(many, tmp_path):
     assert "; before training it is " in summary["verdict"][0]
 
 
+@pytest.mark.slow
 def test_strings_from_files_are_escaped(hostile, tmp_path):
     parts = {"a": {"formats": ()}, "b": {"formats": ["svg"], "sections": ["separation", "learning"]}}
     for name, part in parts.items():
@@ -208,6 +214,7 @@ def test_strings_from_files_are_escaped(hostile, tmp_path):
     assert f"Diverged: 17 attention scores of a/{HOSTILE} are NaN or infinite" in page.text
 
 
+@pytest.mark.slow
 def test_no_text_of_a_file_steers_a_browser_a_terminal_or_a_spreadsheet(model, tmp_path):
     """Whatever stands in names: what people open shows it, and JSON holds it as it is."""
     names = [f"{formula}/{STEERING}.pt" for formula in FORMULAS]
@@ -237,6 +244,7 @@ def test_no_text_of_a_file_steers_a_browser_a_terminal_or_a_spreadsheet(model, t
     assert models == {visible(name) for name in names}
 
 
+@pytest.mark.slow
 def test_layers_that_were_not_captured_are_said_at_the_top(four, tmp_path):
     models = four.models.assign(attention_captured=1)
     page = Page(write_report(Findings(four.replace(models=models)), tmp_path / "r", "x", formats=())[0])
@@ -244,6 +252,7 @@ def test_layers_that_were_not_captured_are_said_at_the_top(four, tmp_path):
     assert "2 / 1" in page.text
 
 
+@pytest.mark.slow
 def test_the_summary_is_valid_json(four, tmp_path):
     queries = four.queries.copy()
     queries.loc[queries["model"].str.contains("block"), "dispersion"] = float("nan")
@@ -277,6 +286,7 @@ def test_csv_holds_the_percentiles(quantity, four, kept):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [{"formats": ()}, {"formats": ["svg"], "sections": ["separation"]}])
 def test_kept_queries_redraw_the_same_report(parts, kept, four, tmp_path):
     for name, measurements in (("a", four), ("b", Measurements.load(kept / "data"))):
@@ -289,6 +299,7 @@ def test_kept_queries_redraw_the_same_report(parts, kept, four, tmp_path):
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_kept_queries_are_not_lost_by_a_report_without(model, tmp_path):
     one = model("topk")
     write_report(Findings(one), tmp_path / "a", "x", formats=(), keep_queries=True)
@@ -303,6 +314,7 @@ def test_queries_are_kept_on_request_only(model, tmp_path):
     assert not list(tmp_path.rglob("*.parquet"))
 
 
+@pytest.mark.slow
 def test_sections_are_chosen(four, tmp_path):
     page = Page(write_report(Findings(four), tmp_path / "s", "x", formats=["svg"], sections=["separation"])[0])
     assert {Path(image["src"]).stem for image in page.all("img")} == {"separation_by_layer", "key_load"}
@@ -313,6 +325,7 @@ def test_sections_are_chosen(four, tmp_path):
         write_report(Findings(four), tmp_path / "x", "x", sections=["weather"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", [(), ("pdf",), ("png", "svg")])
 def test_formats(formats, four, tmp_path):
     page = Page(write_report(Findings(four), tmp_path / "r", "x", formats=formats, sections=["learning"])[0])

@@ -94,6 +94,7 @@ def test_tables_sort_and_filter_a_model_is_marked_and_figures_grow(in_browser, p
     assert found["large"]
 
 
+@pytest.mark.slow
 def test_the_probe_sees_what_is_broken(in_browser, four, tmp_path):
     page, _ = write_report(Findings(four), tmp_path / "r", "x", formats=["png"], sections=["learning"])
     (page.parent / "figures" / "training_curves-narrow.png").write_bytes(b"not a picture")
@@ -142,6 +143,7 @@ document.getElementById("page").onload = (event) => {{
 </script>"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_card_says_values_hides_lines_and_is_walked_by_keys(
     in_browser, model, probed, reruns, tmp_path, width

@@ -31,6 +31,7 @@ def test_a_failure_leaves_the_old_report_and_no_scraps(one, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
+@pytest.mark.slow
 def test_a_failing_swap_puts_the_old_report_back(one, tmp_path, monkeypatch):
     page, _ = write_report(Findings(one), tmp_path / "r", "old", formats=())
     rename = Path.rename
@@ -47,6 +48,7 @@ def test_a_failing_swap_puts_the_old_report_back(one, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
+@pytest.mark.slow
 def test_a_link_to_a_report_stays_a_link(one, tmp_path):
     write_report(Findings(one), tmp_path / "there" / "r", "old", formats=())
     (tmp_path / "link").symlink_to(tmp_path / "there" / "r")
@@ -57,6 +59,7 @@ def test_a_link_to_a_report_stays_a_link(one, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"there", "link"}
 
 
+@pytest.mark.slow
 def test_a_report_replaces_a_report_whole(one, tmp_path):
     write_report(Findings(one), tmp_path / "r", "old", formats=["svg"], sections=["learning"])
     write_report(Findings(one), tmp_path / "r", "new", formats=["png"], sections=["learning"])
@@ -64,6 +67,7 @@ def test_a_report_replaces_a_report_whole(one, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
+@pytest.mark.slow
 def test_other_peoples_folders_are_refused(one, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(InputError, match="not empty and not a semdiag report"):

@@ -30,6 +30,7 @@ def report(measurements, folder, **options):
     return {path.name for path in (folder / "data").iterdir()}, summary, re.findall(r'section id="(\w+)"', text)
 
 
+@pytest.mark.slow
 def test_the_sections_stand_in_a_report_only_if_something_was_measured(four, known, tmp_path):
     files, summary, sections = report(known, tmp_path / "with")
     assert files >= STABILITY | BOUNDS
@@ -43,6 +44,7 @@ def test_the_sections_stand_in_a_report_only_if_something_was_measured(four, kno
     assert "bounds" not in measured_questions(Findings(four.replace(secants=known.secants)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "expected"), [("stability", STABILITY), ("bounds", BOUNDS)])
 def test_a_section_of_its_own(name, expected, known, tmp_path):
     files, summary, sections = report(known, tmp_path / name, sections=(name,))
@@ -53,6 +55,7 @@ def test_a_section_of_its_own(name, expected, known, tmp_path):
     assert sections[:-1] == [*(["stability"] if name == "stability" else ["constants", "corollary"]), "models"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stability", "bounds"])
 def test_a_section_asked_for_without_data_says_so(name, four, tmp_path):
     _, summary, sections = report(four, tmp_path / name, sections=(name,))
@@ -60,6 +63,7 @@ def test_a_section_asked_for_without_data_says_so(name, four, tmp_path):
     assert summary["verdict"]
 
 
+@pytest.mark.slow
 def test_csv_keep_infinities_and_leave_the_unknown_empty(known, tmp_path):
     unknown = [-np.inf, np.inf, np.nan]
     table = known.parameters.assign(ln_secant=np.resize(unknown, len(known.parameters)))
@@ -69,6 +73,7 @@ def test_csv_keep_infinities_and_leave_the_unknown_empty(known, tmp_path):
     assert [line.split(",")[place] for line in lines[1:4]] == ["-inf", "inf", ""]
 
 
+@pytest.mark.slow
 def test_csv_hold_the_measured_numbers(known, tmp_path):
     report(known, tmp_path / "r", sections=("stability", "bounds"))
     table = pd.read_csv(tmp_path / "r/data/stability.csv")
@@ -83,6 +88,7 @@ def test_csv_hold_the_measured_numbers(known, tmp_path):
     assert corollary["pair"].nunique() == 3
 
 
+@pytest.mark.slow
 def test_sentences_say_form_percentile_and_contradiction(known, tmp_path):
     _, summary, _ = report(known, tmp_path / "r", sections=("stability", "bounds"))
     said = "\n".join(s for part in summary["details"].values() for s in part)
@@ -102,6 +108,7 @@ def test_sentences_say_form_percentile_and_contradiction(known, tmp_path):
     assert re.search(r"fixed masks, a control about which the corollary claims nothing.*" + counts, control)
 
 
+@pytest.mark.slow
 def test_whose_attention_moves_more_is_told_by_the_interval_alone(known, monkeypatch):
     """By its ends: not by means, and not where it holds 1 or nothing moves."""
     monkeypatch.setattr(stability, "RESAMPLES", 200)
@@ -129,6 +136,7 @@ def test_whose_attention_moves_more_is_told_by_the_interval_alone(known, monkeyp
     assert "1 sample: too few for an interval)." in said(9 * noise[: len(first)], noise[: len(first)], first)
 
 
+@pytest.mark.slow
 def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):
     # δ = 0.5 at query 0 of the first layer: e^δ/8 = 0.206 < 0.25 < ξ* = 0.309.
     secants = known.secants.copy()
@@ -146,6 +154,7 @@ def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):
     assert summary["glances"]["stability"]["number"] == "6 of 384"
 
 
+@pytest.mark.slow
 def test_slopes_above_a_sound_bound_are_called_an_error(known, tmp_path):
     steep = known.parameters.assign(ln_gradient=100.0)
     _, summary, _ = report(known.replace(parameters=steep), tmp_path / "r", sections=("bounds",))

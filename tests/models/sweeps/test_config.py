@@ -90,6 +90,7 @@ def test_of_very_many_problems_the_first_are_told(tmp_path):
     assert str(found.value).count("Unknown key") == 20
 
 
+@pytest.mark.slow
 def test_a_grid_of_too_many_runs_is_refused_before_they_are_made(read):
     text = "".join(f"a{i} = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\n" for i in range(30))
     for grid in (f"[grid]\n{text}", f"[grid]\nx = [{{{text[:-1].replace(chr(10), ', ')}}}]\n"):

@@ -203,6 +203,7 @@ def test_the_shipped_sweeps_have_the_runs_they_promise(file, runs):
     assert len(read_sweep(EXPERIMENTS / file)) == runs
 
 
+@pytest.mark.slow
 def test_the_papers_masks_are_the_fifteen():
     labels = {run.model.attention_label for run in read_sweep(EXPERIMENTS / "paper.toml")}
     local = {

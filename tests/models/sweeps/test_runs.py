@@ -125,6 +125,7 @@ def test_an_error_that_may_pass_asks_for_another_attempt(run, tmp_path):
     assert train_order(Order((run(),), tmp_path, "cpu", {})) == [Outcome("done")]
 
 
+@pytest.mark.slow
 def test_runs_in_one_step_end_as_they_would_alone_and_one_that_diverges_stops_none(run, trained, tmp_path):
     wild = run(seed=9)
     wild = replace(wild, name="wild")

@@ -36,6 +36,7 @@ def depths(tokens):
     return ((tokens >= MIN) & (tokens < CLOSER)).long().cumsum(1) - (tokens == CLOSER).long().cumsum(1)
 
 
+@pytest.mark.slow
 def test_lengths_have_their_exact_law(samples, assert_law):
     lengths = (samples[0] != PAD).sum(1)
     law = LAW.length_laws[1][501:]

@@ -44,6 +44,7 @@ def test_labels_have_their_exact_law_at_short_lengths(length, assert_law):
     assert_law(Counter(labels.tolist()), {0: (1 - empty) / 2, 1: (1 - empty) / 2, 2: empty})
 
 
+@pytest.mark.slow
 def test_an_empty_stack_is_as_rare_as_it_should_be_at_length_forty(assert_share):
     assert_share((sample(400_000, 40)[1] == 2).double().mean(), law_of_final_height(40)[0], 400_000)
 

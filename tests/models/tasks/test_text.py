@@ -235,6 +235,7 @@ def test_padding_to_whole_blocks_uses_the_id_after_the_pieces(configs):
     assert train.labels.max() < PIECES
 
 
+@pytest.mark.slow
 def test_training_learns_the_context_far_below_the_entropy_of_single_pieces(configs):
     model, training = configs(epochs=6)
     trainer = Trainer(model, training, CPU)
@@ -273,6 +274,7 @@ def test_the_baseline_by_hand():
     assert found == pytest.approx(math.sqrt(7 / 4 * 7))
 
 
+@pytest.mark.slow
 def test_resumed_and_uninterrupted_runs_end_with_the_same_weights(configs, tmp_path):
     for name, stops in (("whole", [3]), ("parts", [1, 2, 3])):
         for epochs in stops:

@@ -1,6 +1,7 @@
-"""Fused attention beyond torch's own function: flash-attention and flex attention."""
+"""Fused attention: torch's own, flash-attention and flex attention."""
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described
-from semdiag.capturing.provenance.score_history import FORBIDDING, ROOM, ScoreHistory, full_rows, split_scores
+from semdiag.capturing.provenance.score_history import full_rows, split_mask, split_scores
+from semdiag.capturing.provenance.tags import read_leading
 from semdiag.capturing.recording import SharedChange, replaced, undone
 
 
@@ -72,17 +74,10 @@ def _cache() -> Any:
 def _updated(
     original: Any, cache: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
 ) -> Any:
-    result = original(cache, key_states, value_states, layer_idx, *args, **kwargs)
-    if not torch.compiler.is_compiling():
-        _note(cache, layer_idx, key_states, result)
-    return result
-
-
-_PATCHED = SharedChange(lambda: replaced(_cache(), "update", _updated))
-
-
-def _note(cache: Any, layer_idx: int, given: Tensor, result: Any) -> None:
     """Record a cache's keys; the last one is the last token's unless the cache has unused room."""
+    result = original(cache, key_states, value_states, layer_idx, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return result
     with contextlib.suppress(Exception):  # custom caches may raise anything
         keys, layer = result[0], cache.layers[layer_idx]
         count, length = keys.shape[2], layer.get_seq_length()
@@ -90,10 +85,12 @@ def _note(cache: Any, layer_idx: int, given: Tensor, result: Any) -> None:
             length = int(length)
         known = isinstance(length, int)
         before, room = (max(0, length - count), max(0, count - length)) if known else (None, 0)
-        _RETURNED[keys] = CachedKeys(count, given.shape[2], before, room)
+        _RETURNED[keys] = CachedKeys(count, key_states.shape[2], before, room)
         _LAST.keys, _LAST.layer = keys, layer_idx
+    return result
 
 
+_PATCHED = SharedChange(lambda: replaced(_cache(), "update", _updated))
 MECHANISM = "transformers attention interface"
 
 
@@ -252,26 +249,49 @@ def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: b
     return seen[:, None]
 
 
-def with_full_rows_read(
-    history: ScoreHistory, scores: Tensor
-) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
-    """Return a call with its fully masked rows, and rows at one low constant, read from the softmax's input."""
-    allowed, top = history.allowed, scores.amax(-1, keepdim=True)
-    enough = FORBIDDING + ROOM
-    low = (top <= enough) & top.isfinite()
-    if not bool(low.any()):
-        return history, allowed, None
-    below = scores - top
-    near = below > enough
-    none = torch.zeros_like(low) if allowed is None else ~allowed.expand(scores.shape).any(-1, keepdim=True)
-    rows = low & (none | ((below == 0) | ~near).all(-1, keepdim=True))
-    if not bool(rows.any()):
-        return history, allowed, None
-    full = rows & near
-    bias = torch.where(rows, below.masked_fill(~near, 0), 0.0 if history.bias is None else history.bias)
-    q = history.q.expand(*history.lead, *history.q.shape[-2:]).masked_fill(rows, 0)
-    allowed = ~rows if allowed is None else ~rows & allowed
-    return replace(history, q=q, bias=bias if bool(bias.any()) else None), allowed, full
+SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_FLASH = (*SDPA[:3], *SDPA[4:])
+
+
+def fused_call(name: str, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
+    """Return fused attention from the arguments of its operation; None for an unknown operation."""
+    if name != "_scaled_dot_product_flash_attention_for_cpu":
+        return None
+    return sdpa_call(dict(zip(_FLASH, args, strict=False)) | kwargs, result[0], None, ())[0]
+
+
+def sdpa_call(
+    given: dict[str, Any], mixed: Tensor, heads: int | None, shapes: Sequence[tuple[int, ...]]
+) -> tuple[AttentionCall, tuple[int, ...], str | None]:
+    """Return a call by torch's names of arguments; the order of its axes before the queries; a remark, or None."""
+    q, k, v = (given[name].detach() for name in SDPA[:3])
+    mask, causal, first, mixed = given.get("attn_mask"), bool(given.get("is_causal")), 0, mixed.detach()
+    biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
+    if biases is not None and isinstance(mask, biases.CausalBias):
+        causal = True
+        first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
+        mask = None
+    allowed, bias, forbidding, full = (None,) * 4 if mask is None else split_mask(mask)
+    order, remark = tuple(range(mixed.ndim - 2)), None
+    if given.get("enable_gqa"):
+        count = math.lcm(k.shape[-3], v.shape[-3])
+        k, v = (x if x.shape[-3] == count else x.repeat_interleave(count // x.shape[-3], -3) for x in (k, v))
+        samples = mixed.shape[:-3] or (1,)  # the first of three axes is the heads'
+        q, k, v, mixed = (x.expand(*samples, *x.shape[-3:]) for x in (q, k, v, mixed))
+    else:
+        lead = mixed.shape[:-2]
+        q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
+        if len(lead) > 2:  # (B, H, windows, L, D) or (B, windows, H, L, D)
+            order, remark = read_leading(q, k.shape[-2], shapes)
+            q, k, v, mixed = (x.permute(*order, -2, -1) for x in (q, k, v, mixed))
+            masks = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (allowed, bias, full))
+            allowed, bias, full = (None if x is None else x.permute(*order, -2, -1) for x in masks)
+    call = described(
+        q, k, v, mixed, scale=given.get("scale"), heads=heads, full=full, fused=True, allowed=allowed, bias=bias,
+        causal=causal, first_query=first, mechanism="scaled_dot_product_attention", forbidding=forbidding,
+        dropout=float(given.get("dropout_p") or 0.0),
+    )  # fmt: skip
+    return call, order, remark
 
 
 FLEX_MECHANISM = "flex_attention"

@@ -103,36 +103,30 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
         if recorder.masking and implementation in ("eager", "sdpa") and plain and _sinks_known(given):
             full = _call(given, query.transpose(1, 2))
             learned = any(isinstance(x, Tensor) and x.requires_grad for x in options.values())  # a position bias
-            alone = attend is _torch_attention() and not learned
+            sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
+            # Transformers' function on torch's own; one that another recorder or a user put there is another.
+            alone = attend is getattr(sdpa, "sdpa_attention_forward", None) and not learned
             kept = recorder.masked(full, (query, key, value) if alone else None)
             if isinstance(kept, Tensor):
                 given = replace(given, options=options | _masked(given, kept))
             args, kwargs = (), given.options
         if isinstance(kept, recording.Mixed):
             output: tuple[Tensor, Tensor | None] = kept.output.transpose(1, 2).contiguous(), None
-            kept = None  # who watches the masked model from outside gets a mask: see _torch_attention
+            kept = None  # who watches the masked model from outside gets a mask: the function is another then
         else:
             with recorder.covering():
                 output = attend(module, query, key, value, *args, **kwargs)
-        try:
-            with recording.outside_all_modes(query.device.type):
-                if full is not None and kept is not None:
-                    if _ignored(full, kept, *output[:2]):
-                        recorder.skip(implementation, IGNORED, name)
-                        return output
-                    allowed = kept if full.allowed is None else kept & full.allowed
-                    full = replace(full, allowed=allowed, causal=False)  # a query without any key keeps none
-                _record(recorder, given, output[0], full)
-        except Exception as error:
-            recorder.failed(implementation, error, name)
+        with recorder.guarded(implementation, name), recording.outside_all_modes(query.device.type):
+            if full is not None and kept is not None:
+                if _ignored(full, kept, *output[:2]):
+                    recorder.skip(implementation, IGNORED, name)
+                    return output
+                allowed = kept if full.allowed is None else kept & full.allowed
+                full = replace(full, allowed=allowed, causal=False)  # a query without any key keeps none
+            _record(recorder, given, output[0], full)
         return output
 
     return attention
-
-
-def _torch_attention() -> Any:
-    """Return transformers' function on torch's own; one that another recorder or a user put there is another."""
-    return getattr(sys.modules.get("transformers.integrations.sdpa_attention"), "sdpa_attention_forward", None)
 
 
 def _sinks_known(given: InterfaceCall) -> bool:
@@ -196,36 +190,36 @@ def _record(
     """Record a call; ``known`` is the call without its output, if it was described before."""
     name, implementation, q = given.name, given.implementation, given.q
     mask: Any = given.options.get("attention_mask")
+    flash = "flash" in implementation and not implementation.startswith("paged|")
+    if implementation == "flex_attention" and hasattr(mask, "mask_mod") and recording.is_plain(q):
+        with recorder.covering():
+            mask = mask_of(mask.mask_mod, (*mask.shape[:2], q.shape[2], given.k.shape[2]), q.device)
+    reason = None
     if not recording.is_plain(q):
-        recorder.skip(implementation, recording.not_plain(q), name)
-    elif "flash" in implementation and not implementation.startswith("paged|"):
+        reason = recording.not_plain(q)
+    elif implementation not in _UNDERSTOOD and not flash:
+        reason = _LOAD
+    elif not _sinks_known(given):
+        reason = "its sinks have an unknown form"
+    elif not flash and not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)):
+        reason = f"its mask is a {type(mask).__name__} of an unknown kind"
+    if reason is not None:
+        recorder.skip(implementation, reason, name)
+        return
+    if known is not None:
+        call = replace(known, mixed=output.detach().transpose(1, 2))
+    elif flash:
         try:
             call = flash_call(given, output)
         except NotFollowedError as error:
             recorder.skip(implementation, f"{error}: {_LOAD}", name)
             return
-        recorder.record(call)
-        _note_place(recorder, given, call, given.causal(True))
-    elif implementation not in _UNDERSTOOD:
-        recorder.skip(implementation, _LOAD, name)
-    elif not _sinks_known(given):
-        recorder.skip(implementation, "its sinks have an unknown form", name)
     else:
-        if implementation == "flex_attention" and hasattr(mask, "mask_mod"):
-            with recorder.covering():
-                mask = mask_of(mask.mask_mod, (*mask.shape[:2], q.shape[2], given.k.shape[2]), q.device)
-        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 4):
-            options = given.options | {"attention_mask": mask}
-            if known is None:
-                call = _call(replace(given, options=options), output)
-            else:
-                call = replace(known, mixed=output.detach().transpose(1, 2))
-            recorder.record(call)
-            _note_place(recorder, given, call, given.causal(implementation == "sdpa"))
-            if _mask(given)[1]:
-                recorder.remark(_ADDED, name)
-        else:
-            recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
+        call = _call(replace(given, options=given.options | {"attention_mask": mask}), output)
+    recorder.record(call)
+    _note_place(recorder, given, call, given.causal(flash or implementation == "sdpa"))
+    if _mask(given)[1]:
+        recorder.remark(_ADDED, name)
 
 
 def _note_place(recorder: recording.Recorder, given: InterfaceCall, call: AttentionCall, causal: bool) -> None:
@@ -291,11 +285,7 @@ _MARKS = frozenset((
 
 
 def attends_by_interface(model: nn.Module) -> bool:
-    """Return whether a model of transformers can attend through the library's interface alone.
-
-    Then modes would see nothing more, and cost 20 µs per operation. It holds where all modules are the library's,
-    unchanged, or torch's plain ones, and no source of theirs names anything of which attention could be made.
-    """
+    """Return whether all modules are the library's, or plain, and no source names what makes attention."""
     if not hasattr(_interface(), "get_interface"):
         return False
     kinds: set[Any] = {type(part) for part in model.modules()}
@@ -339,10 +329,9 @@ def _is_plain(kind: Any) -> bool:
 def _sources(name: str) -> tuple[dict[str, bool], bool]:
     """Return for each class of a file, and for its functions, whether they name what attention is made of."""
     body = ast.parse(inspect.getsource(sys.modules[name])).body
-    made = [(node, _names_any(node)) for node in body]
-    classes = {node.name: marked for node, marked in made if isinstance(node, ast.ClassDef)}
-    functions = [m for node, m in made if isinstance(node, ast.FunctionDef) and node.name != _EAGER]
-    return classes, any(functions)
+    classes = {node.name: _names_any(node) for node in body if isinstance(node, ast.ClassDef)}
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name != _EAGER]
+    return classes, any(map(_names_any, functions))
 
 
 def _names_any(node: ast.AST) -> bool:

@@ -2,26 +2,24 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator, _higher_order_ops
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing import recording
-from semdiag.capturing.adapters import fused as flex
-from semdiag.capturing.adapters.fused import flex_call
+from semdiag.capturing.adapters.fused import FLEX_MECHANISM, SDPA, flex_call, sdpa_call
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described
 from semdiag.capturing.call_strips import allowed_keys
 from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
-from semdiag.capturing.provenance.weighted_values import SDPA, sdpa_call
 from semdiag_models import AttentionCore, Encoder
 from semdiag_models.encoder import Affine, Attention, Block
 
@@ -35,32 +33,26 @@ class FunctionWatch(TorchFunctionMode):
         super().__init__()
         self.recorder, self._below = recorder, below
         self._provenance = SoftmaxProvenance(below.tags.writes, below.tags.scores)
-        looks = self._scaled_dot_product, self._multi_head, self._flex
-        self._special = dict(zip(_SPECIAL, looks, strict=True))
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run the function, and record its attention."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
-        if name not in _WATCHED and name not in _higher_order_ops:
+        higher_order = isinstance(func, HigherOrderOperator)
+        if name not in _WATCHED and not higher_order:
             return func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):
+        if higher_order:
             register_mode(func, OperationWatch)
         if self.recorder.in_function or not self.recorder.listening:
             return func(*args, **kwargs)
-        special = self._special.get(name)
-        if special is not None:
-            return special(func, args, kwargs)
-        if isinstance(func, HigherOrderOperator):
+        if name in _SPECIAL:
+            return getattr(self, f"_{name}")(func, args, kwargs)
+        if higher_order:
             run = run_as_written(func, args, kwargs, OperationWatch)
             if run is None:
                 return func(*args, **kwargs)
             with self:
                 return run()
-        if name not in _WATCHED:
-            return func(*args, **kwargs)
         if name in _SOFTMAX:
             masked = False
             if self.recorder.masking:
@@ -75,11 +67,8 @@ class FunctionWatch(TorchFunctionMode):
             self.recorder.in_function = False
             self._below.softmaxes.offered, self._below.softmaxes.masked = None, False
         if name not in _SOFTMAX:
-            try:
+            with self.recorder.guarded(name):
                 self._provenance.follow(name, args, kwargs, result)
-            except Exception as error:
-                self._provenance.close()  # its tags may be out of date
-                self.recorder.failed(name, error)
         return result
 
     def __exit__(self, *exception: Any) -> None:
@@ -87,7 +76,7 @@ class FunctionWatch(TorchFunctionMode):
         self._provenance.close()
         recording.take_off(self)
 
-    def _scaled_dot_product(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _scaled_dot_product_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given = dict(zip(SDPA, args, strict=False)) | kwargs
         masked: dict[str, Any] | recording.Mixed = {}
         if self.recorder.masking and all(recording.is_plain(given[name]) for name in SDPA[:3]):
@@ -102,21 +91,18 @@ class FunctionWatch(TorchFunctionMode):
         else:
             with self.recorder.covering():
                 mixed = func(*args, **kwargs)
-        try:
-            if not recording.is_plain(mixed):
-                self.recorder.skip(MECHANISM, recording.not_plain(mixed))
-                return mixed
-            with recording.outside_all_modes(mixed.device.type):
-                call, _, remark = sdpa_call(given, mixed, self.recorder.heads, self.recorder.shapes)
-                self.recorder.record(call)
-                if remark is not None:
-                    self.recorder.remark(remark)
-                self._below.merged.mark_output(mixed)
-        except Exception as error:
-            self.recorder.failed(MECHANISM, error)
+        if not recording.is_plain(mixed):
+            self.recorder.skip(MECHANISM, recording.not_plain(mixed))
+            return mixed
+        with self.recorder.guarded(MECHANISM), recording.outside_all_modes(mixed.device.type):
+            call, _, remark = sdpa_call(given, mixed, self.recorder.heads, self.recorder.shapes)
+            self.recorder.record(call)
+            if remark is not None:
+                self.recorder.remark(remark)
+            self._below.merged.mark_output(mixed)
         return mixed
 
-    def _multi_head(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _multi_head_attention_forward(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
         outer = self.recorder.heads
         self.recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
@@ -126,17 +112,15 @@ class FunctionWatch(TorchFunctionMode):
         finally:
             self.recorder.heads = outer
 
-    def _flex(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _flex_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         with self.recorder.covering():
             output = func(*args, **kwargs)
-            try:
-                call = flex_call(args, kwargs, output[0]) if recording.is_plain(args[0]) else None
-            except Exception as error:
-                self.recorder.failed(flex.FLEX_MECHANISM, error)
-                return output
-        if call is None:
-            self.recorder.skip(flex.FLEX_MECHANISM, recording.not_plain(args[0]))
-        else:
+        if not recording.is_plain(args[0]):
+            self.recorder.skip(FLEX_MECHANISM, recording.not_plain(args[0]))
+            return output
+        with self.recorder.guarded(FLEX_MECHANISM):
+            with self.recorder.covering():
+                call = flex_call(args, kwargs, output[0])
             self.recorder.record(call)
             self._below.merged.mark_output(*output[:2])
         return output
@@ -195,28 +179,24 @@ def _own(hook: Callable[..., object]) -> bool:
     return getattr(hook, "__module__", "").startswith("semdiag.")
 
 
-def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
+def core_call(name: str, core: AttentionCore, inputs: Args, mixed: Tensor) -> AttentionCall:
     """Return one call of an :class:`AttentionCore`."""
-    q, k, v, scale, valid, selected = inputs
-    queries = cast("Tensor | None", valid)
+    q, k, v, scale, queries, selected = inputs
     allowed = None if queries is None else queries[:, None, None, :]
     if core.apart:
-        length = cast(Tensor, q).shape[2]
-        apart = torch.ones(1, 1, length, length, dtype=torch.bool, device=cast(Tensor, q).device)
+        apart = torch.ones(1, 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
         apart[..., 1:, 0] = False
         allowed = apart if allowed is None else allowed & apart
     return described(
-        cast(Tensor, q), cast(Tensor, k), cast(Tensor, v), mixed, scale=cast(float, scale), module=name,
-        allowed=allowed, queries=queries, mechanism=CORE_MECHANISM, dropout=core.p if core.training else 0.0,
+        q, k, v, mixed, scale=scale, module=name, allowed=allowed, queries=queries, mechanism=CORE_MECHANISM,
+        dropout=core.p if core.training else 0.0,
         selected=_ragged(core, selected, queries) if isinstance(selected, Tensor) else None,
     )  # fmt: skip
 
 
-def masked_inputs(
-    recorder: recording.Recorder, core: AttentionCore, inputs: tuple[object, ...]
-) -> tuple[object, ...] | None:
+def masked_inputs(recorder: recording.Recorder, core: AttentionCore, inputs: Args) -> Args | None:
     """Return a core's inputs with only the keys selected that the recorder's mask keeps; None if unchanged."""
-    call = core_call("", core, inputs, cast(Tensor, inputs[2]))
+    call = core_call("", core, inputs, inputs[2])
     kept = recorder.kept(call)
     if kept is None:
         return None
@@ -240,25 +220,17 @@ def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tens
     return whole
 
 
-@contextmanager
-def _made_outside_modes() -> Iterator[None]:
+def _made(new: Callable[..., Tensor], kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    with _disable_current_modes():
+        return new(kind, *args, **kwargs)
+
+
+def _made_outside_modes() -> AbstractContextManager[None]:
     """Make ``causal_lower_right(…)`` and its like without modes: they are tensors without content."""
     biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
     if biases is None or "__new__" in vars(biases.CausalBias):  # then torch has a constructor of its own
-        yield
-        return
-
-    def made(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        with _disable_current_modes():
-            return Tensor.__new__(kind, *args, **kwargs)
-
-    def remove() -> None:
-        if "__new__" in vars(biases.CausalBias):
-            del biases.CausalBias.__new__
-
-    with recording.undone(remove):
-        biases.CausalBias.__new__ = made
-        yield
+        return nullcontext()
+    return recording.replaced(biases.CausalBias, "__new__", _made)
 
 
 MADE_OUTSIDE_MODES = recording.SharedChange(_made_outside_modes)

@@ -3,30 +3,24 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp import is_autocast_available
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from semdiag.capturing.adapters.fused import fused_call
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, float_outputs, propagate
 from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS, MergedBlocks, Softmaxes
 from semdiag.capturing.provenance.tags import Tags, tensors
-from semdiag.capturing.provenance.weighted_values import fused_call
 from semdiag.capturing.recording import NOTHING, Recorder, in_backward, is_plain, outside_all_modes, take_off
 
-MODES_SUPPORTED = hasattr(TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
+MODES_SUPPORTED = hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
 MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under dispatch modes
@@ -36,11 +30,11 @@ _HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_atte
 
 
 def run_as_written(
-    func: HigherOrderOperator, args: Args, kwargs: Kwargs, ours: type[TorchDispatchMode]
+    func: HigherOrderOperator, args: Args, kwargs: Kwargs, ours: type[dispatch.TorchDispatchMode]
 ) -> Callable[[], Any] | None:
     """Return a function that runs an operator's bodies in place: under all modes, with gradients."""
     name, kernel = func.__name__, func.py_kernels.get(_EXPLICIT)
-    stack = _get_current_dispatch_mode_stack()
+    stack = dispatch._get_current_dispatch_mode_stack()
     plain = all(is_plain(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     traced = not all(isinstance(mode, ours) for mode in stack) or torch._C._are_functorch_transforms_active()
     if kernel is None or isinstance(kernel, torch._C.DispatchKey) or traced or not plain:
@@ -60,26 +54,43 @@ def run_as_written(
 
     def run() -> Any:
         given, named = under_modes((args, kwargs), stack)
-        with _disable_current_modes():
+        with dispatch._disable_current_modes():
             return kernel(*given, **named)
 
     return run
 
 
-def register_mode(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> None:
+def register_mode(operator: HigherOrderOperator, mode: type[dispatch.TorchDispatchMode]) -> None:
     """Make a higher-order operator dispatch to a mode, for torch versions that do not ask the mode."""
     if not MODES_SUPPORTED and mode not in operator.python_key_table:
 
-        def rule(own: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+        def rule(own: dispatch.TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
             return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
 
         operator.py_impl(mode)(rule)
 
 
-def under_modes(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
+def under_modes(arguments: Any, modes: Sequence[dispatch.TorchDispatchMode]) -> Any:
     """Wrap the functions among a higher-order operator's arguments so that they run under ``modes``."""
-    no_body = Tensor | OpOverload | type
-    return tree_map(lambda x: _under(x, modes) if callable(x) and not isinstance(x, no_body) else x, arguments)
+
+    def wrapped(body: Any) -> Any:
+        if not callable(body) or isinstance(body, Tensor | OpOverload | type):
+            return body
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for mode in modes:
+                dispatch._push_mode(mode)
+            try:
+                return body(*args, **kwargs)
+            finally:
+                for _ in modes:
+                    dispatch._pop_mode()
+
+        if getattr(body, "_boxed_call", False):  # takes its operands as a list
+            run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return tree_map(wrapped, arguments)
 
 
 @cache
@@ -93,7 +104,7 @@ def _runs_once_more() -> bool:
         runs.append(x)
         return carry, carry + x
 
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
         generic_scan(body, [torch.zeros(1)], [torch.zeros(1, 1)])  # type: ignore[no-untyped-call]
     return len(runs) > 1
 
@@ -105,24 +116,9 @@ def _first_unseen(body: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         if next(runs, True):
             return body(*args)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             return body(*args)
 
-    return run
-
-
-def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for mode in modes:
-            _push_mode(mode)
-        try:
-            return body(*args, **kwargs)
-        finally:
-            for _ in modes:
-                _pop_mode()
-
-    if getattr(body, "_boxed_call", False):  # takes its operands as a list
-        run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -141,25 +137,15 @@ def is_foreign(namespace: str) -> bool:
     return _KNOWN.fullmatch(namespace) is None
 
 
-def names_attention(schema: Any) -> bool:
-    """Return whether a schema names queries, keys and values."""
-    names = {argument.name for argument in schema.arguments}
-    return any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
-
-
 def python_kernel(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, str] | None:
     """Return the dispatch key and device of an operator with a kernel in Python."""
     device = _plain_device(tree_leaves((args, kwargs)))
     if device is None:
         return None
-    name = func.name()
-    for key in (key_of(device), "CompositeExplicitAutograd"):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            continue
-        namespace, _, rest = name.partition("::")
-        known = f"{namespace}/{rest}/{key}" in torch.library._impls
-        return (getattr(torch._C.DispatchKey, key), device) if known else None
-    return None
+    name, keys = func.name(), (key_of(device), "CompositeExplicitAutograd")
+    key = next((k for k in keys if torch._C._dispatch_has_kernel_for_dispatch_key(name, k)), "")
+    known = f"{name.replace('::', '/', 1)}/{key}" in torch.library._impls
+    return (getattr(torch._C.DispatchKey, key), device) if known else None
 
 
 def may_attend(
@@ -179,16 +165,15 @@ def may_attend(
     if not (len(q) == len(k) == len(v) >= axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
         return False
     shapes, mixed = [tuple(t.shape) for t in made], (*q[:-1], v[-1])
-    if mixed in shapes:
-        shapes.remove(mixed)
-        return k not in shapes
-    return False
+    return mixed in shapes and shapes.count(k) == (k == mixed)
 
 
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
-_OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
 _NOISE = ("bernoulli_", "bernoulli")
+_OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
+_NAMES = (SOFTMAXES, "softmax"), (PRODUCTS, "product"), (EXPONENTIALS, "exponential"), (_NOISE, "noise")
+_KINDS = {name: kind for names, kind in _NAMES for name in names}
 
 
 class Plan(NamedTuple):
@@ -201,16 +186,6 @@ class Plan(NamedTuple):
     runs_others: bool  # whether it may call operations that can be watched
     full: str  # name with the namespace
     named: bool  # whether its schema names queries, keys and values, which makes it suspect
-
-
-class Run(NamedTuple):
-    """An operation that has run."""
-
-    plan: Plan
-    args: Args
-    kwargs: Kwargs
-    given: list[Tensor]
-    result: Any
 
 
 def written(plan: Plan, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -226,13 +201,15 @@ def plan_of(func: Any) -> Plan:
     full = func.__name__.partition(".")[0] if schema is None else schema.name
     namespace, _, name = full.rpartition("::")
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    kind = "higher order" if isinstance(func, HigherOrderOperator) and not name.startswith(_FUSED) else _kind(name)
+    fused = name.startswith(_FUSED) or name in _OPAQUE
+    kind = "fused" if fused else _KINDS.get(name, "other")
+    kind = "higher order" if isinstance(func, HigherOrderOperator) and not fused else kind
     named = False
-    if (
-        kind == "other" and schema is not None
-    ):  # the schema of an unknown operator of torch's own may fit attention
+    if kind == "other" and schema is not None:  # the schema of an unknown operator of torch's may fit attention
         read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
-        named = not is_foreign(namespace) and names_attention(schema)
+        names = {argument.name for argument in schema.arguments}
+        named = any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
+        named = named and not is_foreign(namespace)
         suspect = (
             named or (len(read) >= 3 and torch.Tag.pointwise not in func.tags) or _ATTENTION.search(schema.name)
         )
@@ -260,18 +237,11 @@ def has_kernel(func: Any, key: str) -> bool:
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-def _kind(name: str) -> str:
-    if name.startswith(_FUSED) or name in _OPAQUE:
-        return "fused"
-    kinds = {"softmax": SOFTMAXES, "product": PRODUCTS, "exponential": EXPONENTIALS, "noise": _NOISE}
-    return next((kind for kind, names in kinds.items() if name in names), "other")
-
-
 _SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
 _STORED = (torch.strided, torch.jagged)  # layouts in whose storage entries can be traced
 
 
-class OperationWatch(TorchDispatchMode):
+class OperationWatch(dispatch.TorchDispatchMode):
     """Traces softmaxes below Python, at torch's dispatcher."""
 
     supports_higher_order_operators = True
@@ -288,9 +258,7 @@ class OperationWatch(TorchDispatchMode):
         self._products = Products(recorder, self.tags, self.softmaxes)
         self.merged = MergedBlocks(recorder, self.tags)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run the operation and observe it."""
         kwargs = kwargs or {}
         recorder = self.recorder
@@ -302,16 +270,15 @@ class OperationWatch(TorchDispatchMode):
         before, recorder.in_function = recorder.in_function, True  # the operator is also a Python function
         try:
             if plan.writes:
-                self._guarded(plan, self._before_write, plan, args, kwargs)
+                given, changed = tensors((*args, *kwargs.values())), tensors(written(plan, args, kwargs))
+                self._guarded(plan, self.softmaxes.before_write, plan.name, args, [*changed], [*given])
             result = func(*args, **kwargs)
             call = self._guarded(plan, self._look, plan, args, kwargs, result)
         finally:
             recorder.in_function = before
         if call is not None:
-            try:
+            with recorder.guarded(plan.name):
                 recorder.record(call)
-            except Exception as error:
-                recorder.failed(plan.name, error)
         return result
 
     def __exit__(self, *exception: Any) -> None:
@@ -331,39 +298,33 @@ class OperationWatch(TorchDispatchMode):
         if plan.kind == "higher order" and func.__name__ in (*_OPEN, *_CLOSED):  # known bodies run under this mode
             args, kwargs = under_modes((args, kwargs), [self])
             return lambda: func(*args, **kwargs)
-        if plan.kind == "higher order":
-            return lambda: self._run_higher_order(func, plan, args, kwargs)
-        if plan.kind == "foreign" and (kernel := python_kernel(func, args, kwargs)) is not None:
+        kernel = python_kernel(func, args, kwargs) if plan.kind == "foreign" else None
+        if plan.kind != "higher order" and kernel is None:
+            return None
+        audit, recorder = self.recorder.audit, self.recorder
 
-            def run() -> Any:  # if no attention is seen in it, look at it as a whole
-                seen, result = self._attention_count(), self._run_kernel(func, *kernel, args, kwargs)
-                if self._attention_count() == seen:
+        def run() -> Any:  # if no attention is seen in it, look at it as a whole
+            seen = audit.captured.total() + audit.skipped.total()
+            result = func(*args, **kwargs) if kernel is None else self._run_kernel(func, *kernel, args, kwargs)
+            if audit.captured.total() + audit.skipped.total() == seen:
+                if kernel is not None:
                     self._guarded(plan, self._look, plan, args, kwargs, result)
-                return result
+                elif recorder.listening and self._guarded(plan, self._may_hide, func, (args, kwargs)):
+                    recorder.skip(plan.name, MAY_HIDE)
+            return result
 
-            return run
-        return None
-
-    def _attention_count(self) -> int:
-        """Return the number of attention operations captured or skipped so far."""
-        audit = self.recorder.audit
-        return audit.captured.total() + audit.skipped.total()
-
-    def _run_higher_order(self, func: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Any:
-        """Run a higher-order operator that was not seen in Python; note it if its body may hide attention."""
-        seen, result = self._attention_count(), func(*args, **kwargs)
-        unseen = self.recorder.listening and not self.recorder.foreign and self._attention_count() == seen
-        if unseen and self._guarded(plan, self._may_hide, func, (args, kwargs)):
-            self.recorder.skip(plan.name, MAY_HIDE)
-        return result
+        return run
 
     def _may_hide(self, func: HigherOrderOperator, arguments: Any) -> bool:
         """Return whether a higher-order operator whose bodies were not seen may compute attention."""
         leaves = tree_leaves(arguments)
         operators = [x for x in leaves if isinstance(x, OpOverload)]
-        harmless = operators and not any(plan_of(x).kind in ("fused", "softmax", "foreign") for x in operators)
+        harmless = bool(operators) and {plan_of(x).kind for x in operators}.isdisjoint(
+            ("fused", "softmax", "foreign")
+        )
         floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
-        return not (func.__name__ in _HARMLESS or harmless) and not all(map(self.tags.fixed, floats))
+        harmless = harmless or func.__name__ in _HARMLESS or self.recorder.foreign > 0
+        return not harmless and not all(map(self.tags.fixed, floats))
 
     def _run_kernel(self, func: Any, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:
         """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
@@ -390,10 +351,6 @@ class OperationWatch(TorchDispatchMode):
             self.recorder.skip(plan.name, f"could not be followed ({type(error).__name__}: {str(error)[:80]})")
             return None
 
-    def _before_write(self, plan: Plan, args: Args, kwargs: Kwargs) -> None:
-        given = [*tensors((*args, *kwargs.values()))]
-        self.softmaxes.before_write(plan.name, args, [*tensors(written(plan, args, kwargs))], given)
-
     def _look(self, plan: Plan, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
         """Handle an operation that has run, by its kind; return the attention that it completes, if any."""
         recorder, tags, name = self.recorder, self.tags, plan.name
@@ -414,65 +371,51 @@ class OperationWatch(TorchDispatchMode):
             if call is not None:
                 self.merged.mark_output(result)
                 return call
-        if recorder.running and all(
-            map(tags.constant, given)
-        ):  # what a caller makes beside the model is its input
+        if recorder.running and all(map(tags.constant, given)):  # what a caller makes beside it is its input
             for out in float_outputs(result):
                 tags.mark(out, "constant")
-        if plan.kind in self._LOOKS:
-            return self._LOOKS[plan.kind](self, Run(plan, args, kwargs, given, result))
-        propagate(tags, name, args, given, result)
-        return None
+        return self._observe(plan, args, kwargs, given, result)
 
-    def _product(self, run: Run) -> AttentionCall | None:
-        """Handle a matrix product: it may make scores, or multiply weights with values."""
-        call = self._products.observe(run.plan.name, run.args, run.kwargs, run.result)
-        if call is not None:
-            self.merged.mark_output(run.result)
+    def _observe(
+        self, plan: Plan, args: Args, kwargs: Kwargs, given: list[Tensor], result: Any
+    ) -> AttentionCall | None:
+        """Handle an operation by its kind: the softmax, and the products before and behind it."""
+        name, kind, call = plan.name, plan.kind, None
+        if kind == "product":
+            call = self._products.observe(name, args, kwargs, result)
+            if call is not None:
+                self.merged.mark_output(result)
+        elif kind == "fused":
+            call = self._fused(name, args, kwargs, result)
+        elif kind == "softmax":
+            axis = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+            self.softmaxes.observe(name, given[0], axis, result, bool(plan.writes))
+        elif kind == "noise":  # it may be dropout written out
+            self.tags.tag_noise(
+                result, float(args[1]) if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5
+            )
+        else:
+            if kind == "exponential" and result.ndim > 1 and result.is_floating_point():
+                self.softmaxes.observe_exponential(name, args, result, bool(plan.writes))
+            elif kind in ("foreign", "suspect") and self.recorder.running:
+                made = tensors((result, *written(plan, args, kwargs)))
+                if may_attend(plan, self.recorder.module, given, made, self.tags.fixed):
+                    self.recorder.skip(plan.full, MAY_BE_ATTENTION if kind == "foreign" else MAY_BE_KERNEL)
+            propagate(self.tags, name, args, given, result)
         return call
 
-    def _noise(self, run: Run) -> None:
-        """Handle noise, which may be dropout written out."""
-        kept = float(run.args[1]) if len(run.args) > 1 and not isinstance(run.args[1], Tensor) else 0.5
-        self.tags.tag_noise(run.result, kept)
-
-    def _softmax(self, run: Run) -> None:
-        """Start to trace a softmax."""
-        axis = run.args[1] if len(run.args) > 1 else run.kwargs.get("dim", -1)
-        self.softmaxes.observe(run.plan.name, run.given[0], axis, run.result, bool(run.plan.writes))
-
-    def _exponential(self, run: Run) -> None:
-        """Handle an exponential, which may be a softmax written out."""
-        if run.result.ndim > 1 and run.result.is_floating_point():
-            self.softmaxes.observe_exponential(run.plan.name, run.args, run.result, bool(run.plan.writes))
-        propagate(self.tags, run.plan.name, run.args, run.given, run.result)
-
-    def _foreign(self, run: Run) -> None:
-        """Handle an unknown operator, which may be attention and cannot be inspected."""
-        recorder, plan = self.recorder, run.plan
-        made = tensors((run.result, *written(plan, run.args, run.kwargs)))
-        if recorder.running and may_attend(plan, recorder.module, run.given, made, self.tags.fixed):
-            recorder.skip(plan.full, MAY_BE_ATTENTION if plan.kind == "foreign" else MAY_BE_KERNEL)
-        propagate(self.tags, plan.name, run.args, run.given, run.result)
-
-    def _fused(self, run: Run) -> AttentionCall | None:
+    def _fused(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
         """Capture fused attention that was not seen in Python: in a scripted or compiled graph, or in C++."""
-        recorder, name = self.recorder, run.plan.name
-        if not recorder.listening:
-            recorder.skip(name, OUTSIDE)
+        if not self.recorder.listening:
+            self.recorder.skip(name, OUTSIDE)
             return None
         with outside_all_modes("cpu"):
-            call = fused_call(name, run.args, run.kwargs, run.result)
+            call = fused_call(name, args, kwargs, result)
         if call is None:
-            recorder.skip(name, "runs below Python: in a compiled, traced or exported graph, or in C++")
+            self.recorder.skip(name, "runs below Python: in a compiled, traced or exported graph, or in C++")
         else:
-            self.merged.mark_output(*run.result[:2])
+            self.merged.mark_output(*result[:2])
         return call
-
-    _LOOKS: ClassVar[dict[str, Callable[..., AttentionCall | None]]] = {
-        "product": _product, "noise": _noise, "softmax": _softmax, "exponential": _exponential,
-        "foreign": _foreign, "suspect": _foreign, "fused": _fused,
-    }  # fmt: skip
 
     def _skip_without_storage(self, name: str, given: Sequence[Tensor]) -> None:
         """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""
@@ -481,6 +424,6 @@ class OperationWatch(TorchDispatchMode):
             return
         for tensor in given:
             scores, weights = self.tags.of(tensor)
-            if weights is not None or (scores is not None and not any(scores.product.fixed)):
+            if weights is not None or (scores is not None and not any(scores.fixed)):
                 self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")
                 return

@@ -1,33 +1,41 @@
 """Matrix products of queries and keys, or of weights and values; how tags pass through other operations."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, four_axes
+from semdiag.capturing.provenance.score_history import ScoreHistory, lowest, scores_alone
 from semdiag.capturing.provenance.softmaxes import MECHANISM, Softmaxes, find_axis
 from semdiag.capturing.provenance.tags import (
     Axes,
+    Axis,
     AxisPiece,
-    Product,
     Scores,
-    Softmax,
     Tags,
     Weights,
     broadcast,
     merged,
     own_axes,
+    read_axes,
     regrouped,
     selected,
     tensors,
 )
-from semdiag.capturing.provenance.weighted_values import UnfollowedError, WeightedProduct, attention_of
 from semdiag.capturing.recording import Recorder, in_transform, is_plain, outside_all_modes
+from semdiag.mathematics.planes import unraveled
 
 PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "dot")
 _ADDED = ("baddbmm", "addmm", "addbmm", "addmv")
+_REACH = 1_000.0  # scores further above a sink hide its rounding
+_OFF = 0.25  # relative errors above this are no rounding in any dtype
+_CHECKED = 16  # random rows on which a history is compared with the softmax's input
+
+
 OUTSIDE = "runs outside the model's modules: call the module itself inside the context"
 
 
@@ -85,12 +93,12 @@ class Products:
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
         for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
-            if scores is None or any(scores.product.fixed) or scores.product.constant:
+            if scores is None or any(scores.fixed) or scores.constant:
                 continue
             if self._is_weight(other) or self._tags.constant(other):
                 continue
-            if any(p.origin == scores.product.number and p.axis > 0 for p in scores.axes[axis]):
-                self._softmaxes.without[made.product.number] = name, self._recorder.module
+            if scores.sides(axis):
+                self._softmaxes.without[made.number] = name, self._recorder.module
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Return whether a tensor is computed from parameters alone, or is one that its module gathered to run."""
@@ -100,18 +108,18 @@ class Products:
         """Tag the result as scores, or as scores whose heads are mixed; no factor comes from a softmax."""
         fixed = self._is_weight(a), self._is_weight(b)
         for scores, other_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
-            if scores is not None and other_fixed and not any(scores.product.fixed):
+            if scores is not None and other_fixed and not any(scores.fixed):
                 axes = _remaining(scores.axes, result, scores is of_a)
-                if scores.product.whole_in(axes):
+                if scores.whole_in(axes):
                     self._tags.tag_scores(result, scores._replace(axes=axes))
                     return
         if all(fixed):
             self._tags.tag_fixed(result)
             return
         constant = self._tags.constant(a), self._tags.constant(b)
-        product = Product(self._tags.number(), (result.shape[-2], result.shape[-1]), fixed, any(constant))
-        shape = result.shape if result.ndim == 3 else (1, *result.shape)
-        self._tags.tag_scores(result, Scores(product, own_axes(shape, product.number)[-result.ndim :]))
+        number, sizes = self._tags.number(), (result.shape[-2], result.shape[-1])
+        axes = own_axes(result.shape if result.ndim == 3 else (1, *result.shape), number)[-result.ndim :]
+        self._tags.tag_scores(result, Scores(number, sizes, fixed, any(constant), axes))
 
     def _weighted(
         self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
@@ -152,32 +160,160 @@ class Products:
         if reason is not None:
             softmax.refuse(reason)
             return None
-        return self._attention(tag, axes, axis, weights, other, result, left)
+        return self._attention(tag, axis, weights, other, result, left)
 
     def _attention(
-        self, tag: Weights, axes: Axes, axis: int, weights: Tensor, other: Tensor, result: Tensor, left: bool
+        self, tag: Weights, axis: int, weights: Tensor, other: Tensor, result: Tensor, left: bool
     ) -> AttentionCall | None:
         """Return the attention of weights that met values; None if it cannot be described."""
-        softmax, history = tag.softmax, None
-        if softmax.history is not None and softmax.history[1]() and not in_transform(softmax.history[0].q):
-            history = softmax.history[0]  # still valid, and not from a transform (torch.func.grad)
         try:
             with outside_all_modes(result.device.type):
-                product = None if softmax.tag is None else softmax.tag.axes
-                entries = None if tag.exact else weights.detach()
-                weighted = WeightedProduct(
-                    softmax.scores_over(axis), axis, history, product, softmax.heads, softmax.number, axes,
-                    entries, tag.dropout, left, self._recorder.shapes,
-                )  # fmt: skip
-                given = weights.shape, other.detach(), result.detach()
-                call, remark = attention_of(weighted, *given, self._recorder.generator)
-        except UnfollowedError as error:
-            softmax.refuse(str(error))
+                call, remark = self._described(tag, axis, weights.detach(), other.detach(), result.detach(), left)
+        except _UnfollowedError as error:
+            tag.softmax.refuse(str(error))
             return None
-        self._softmaxes.release(softmax)
+        self._softmaxes.release(tag.softmax)
         if remark is not None:
             self._recorder.remark(remark)
         return replace(call, mechanism=MECHANISM, dropout=tag.dropout)
+
+    def _described(
+        self, tag: Weights, key: int, weights: Tensor, v: Tensor, mixed: Tensor, left: bool
+    ) -> tuple[AttentionCall, str | None]:
+        """Return the attention of a softmax over ``key``, and a remark or None; ``left``: the weights are."""
+        softmax, scores, axes = tag.softmax, tag.softmax.scores_over(key), tag.axes or ()
+        batch = axes[0] if weights.ndim == 3 else ()  # which both factors share
+        rows = () if weights.ndim == 1 else axes[-2 if left else -1]  # queries, and heads that share their values
+        if v.ndim == 1:
+            v, mixed = v[:, None], mixed[:, None]
+        elif not left:
+            v, mixed, weights = v.mT, mixed.mT, weights.mT
+        pieces = (*batch, *rows)
+        if any(p.origin != softmax.number or p.step == 0 or p.axis == key for p in pieces):
+            raise _UnfollowedError("its weights were spread over other axes before they met values")
+        for axis, size in enumerate(scores.shape):
+            if axis != key and math.prod(p.size for p in pieces if p.axis == axis) != size:
+                raise _UnfollowedError("only some of its rows met values in one product")
+        history = None
+        if softmax.history is not None and softmax.history[1]() and not in_transform(softmax.history[0].q):
+            history = softmax.history[0]  # still valid, and not from a transform (torch.func.grad)
+        q, product = None if history is None else history.q, None if softmax.tag is None else softmax.tag.axes
+        roles, remark = read_axes(scores.shape, key, {p.axis for p in rows}, self._recorder.shapes, q, product)
+        if any(p.axis == roles.query for p in batch):
+            raise _UnfollowedError("its queries are spread over two axes of one product")
+        order = [*roles.lead] if roles.query is None else [*roles.lead, roles.query]
+        s = scores.permute(*order, key)
+        s = s.unsqueeze(-2) if roles.query is None else s
+        heads = softmax.heads or (s.shape[1] if s.ndim == 4 else None)
+        mixed = _rows_in(mixed, pieces, order, s.shape[:-1])
+        v = _values_in(v, batch, rows, roles.lead, roles.query)
+        if not tag.exact:
+            weights = _rows_in(weights, pieces, order, s.shape[:-1])
+            if weights.shape[-1] == s.shape[-1] - 1:
+                return _with_sink(weights, s, v, mixed, heads, tag.dropout), remark
+            if not _are_of(weights, s, tag.dropout):
+                raise _UnfollowedError("its weights were changed between the softmax and the values")
+        usual = history is not None and order == [*range(key)] and roles.query is not None
+        history = history.split(s) if history is not None and usual else None
+        if history is None or not _agrees(history, s, self._recorder.generator):
+            history = scores_alone(s, v.shape[:-1])
+        elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
+            v = v[:, :, :1]
+        return history.call(v, mixed, heads, s), remark
+
+
+class _UnfollowedError(Exception):
+    """Raised for attention that cannot be described; the message gives the reason."""
+
+
+def _rows_in(x: Tensor, pieces: Sequence[AxisPiece], order: Sequence[int], shape: torch.Size) -> Tensor:
+    """Reorder (N, M, D) to (*shape, D); ``order`` lists the softmax's axes without the keys'."""
+    width = x.shape[-1]
+    x = x.reshape(*[p.size for p in pieces], width)
+    return x.permute(*_sorted(pieces, order), x.ndim - 1).reshape(*shape, width)
+
+
+def _values_in(v: Tensor, batch: Axis, rows: Axis, lead: Sequence[int], query: int | None) -> Tensor:
+    """Reorder (N, K, D) to (*lead, K, D); ``lead`` lists the softmax's axes of samples and heads."""
+    shared = tuple(p for p in rows if p.axis != query)
+    kept, (length, width) = (*batch, *shared), v.shape[-2:]
+    by = _sorted(kept, (*lead,) if query is None else (*lead, query))
+    v = v.reshape(*[p.size for p in batch], *[1 for _ in shared], length, width)
+    v = v.permute(*by, len(kept), len(kept) + 1)
+    if math.prod(p.size for p in rows) > 1 and {p.axis for p in batch} & {p.axis for p in rows}:
+        v = v.expand(*[kept[i].size for i in by], length, width)
+    sizes = [math.prod(v.shape[j] for j, i in enumerate(by) if kept[i].axis == axis) for axis in lead]
+    return v.reshape(*sizes, length, width)
+
+
+def _sorted(pieces: Sequence[AxisPiece], order: Sequence[int]) -> list[int]:
+    """Return the positions of pieces in the order of axes ``order``, the slowest first within an axis."""
+    rank = {axis: i for i, axis in enumerate(order)}
+    return sorted(range(len(pieces)), key=lambda i: (rank[pieces[i].axis], -pieces[i].step))
+
+
+def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None)) -> bool:
+    """Return whether finite weights are the softmax of the scores, or its entries at some keys, up to rounding."""
+    dtype = torch.promote_types(torch.float32, torch.promote_types(s.dtype, weights.dtype))
+    logs = s.to(dtype).log_softmax(-1)[..., keys]
+    expected = logs.exp()
+    there = (s > lowest(s.dtype)).any(-1, keepdim=True) & expected.isfinite()
+    given = weights.to(dtype) * (1 - dropout)
+    there = there & (given != 0) if dropout else there
+    eps = max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
+    undivided = s.to(dtype).logsumexp(-1, keepdim=True).abs()
+    undivided = undivided.where(undivided <= 16 * eps, 0.0)
+    relative = (eps * (4 + logs.abs()) + undivided).clamp(max=_OFF)
+    allowed = relative * expected + 8 * min(eps, torch.finfo(torch.float32).eps)
+    return bool(there.any()) and bool((((given - expected).abs() <= allowed) | ~there).all())
+
+
+def _with_sink(
+    weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, heads: int | None, dropout: float
+) -> AttentionCall:
+    """Return attention whose first or last column meets no value: a further logit in the denominator."""
+    ends = (slice(None, -1), slice(-1, None)), (slice(1, None), slice(0, 1))
+    keys, rest = next((end for end in ends if _are_of(weights, s, dropout, end[0])), (None, None))
+    if keys is None or rest is None:
+        raise _UnfollowedError("its values meet only a part of its weights")
+    history = scores_alone(s, v.shape[:-1])
+    s = s.to(torch.promote_types(s.dtype, torch.float32))
+    sink, bias, allowed = s[..., rest], s[..., keys], history.allowed
+    if not bool((sink.isfinite() & (bias.amax(-1, keepdim=True) - sink < _REACH)).all()):
+        raise _UnfollowedError("the column that meets no value is masked in some rows")
+    by_head = four_axes(sink, heads)[:1, :, :1]
+    if not bool((four_axes(sink, heads) == by_head).all()):  # rows were shifted: shift each to a sink of 0
+        bias, by_head = bias - sink, torch.zeros_like(by_head)
+    if allowed is not None:
+        allowed = allowed[..., keys]
+        bias = bias.masked_fill(~allowed, 0)
+    history = replace(history, bias=bias, allowed=allowed)
+    return replace(history.call(v, mixed, heads), sinks=by_head.flatten())
+
+
+def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
+    """Return whether a history reproduces the softmax's input on random rows, up to a constant per row."""
+    if history.lead != s.shape[:-2] or not s.numel() or (history.q.shape[-2], history.k.shape[-2]) != s.shape[-2:]:
+        return False
+    where = torch.randint(math.prod(s.shape[:-1]), (_CHECKED,), generator=generator)
+    index = unraveled(where, s.shape[:-1], s.device)
+    scores, allowed = history.rows(index)
+    given = s[index].to(scores.dtype)
+    low = given.masked_fill(~allowed, -torch.inf).amax(-1, keepdim=True)
+    some = allowed.any(-1)
+    steep = given - low <= -9_000
+    if bool((~allowed & ~steep & some[:, None] & (given > lowest(s.dtype))).any()):
+        return False
+    off = (scores - given).masked_fill(~allowed, torch.nan)[some]
+    if not off.numel():
+        return True
+    size = torch.maximum(given.masked_fill(~allowed, 0).abs().amax(), scores.masked_fill(~allowed, 0).abs().amax())
+    size = torch.maximum(size, history.reach(index))
+    spread = off.nan_to_num(nan=-torch.inf).amax(-1) - off.nan_to_num(nan=torch.inf).amin(-1)
+    if not bool(spread.isfinite().all()):
+        return not bool(given[allowed].isfinite().all())  # a non-finite score comes from the model
+    eps = history.rounding(s)
+    return bool((spread <= (8 * eps + 56 * min(eps, torch.finfo(torch.float32).eps)) * size).all())
 
 
 def _one_key_product(
@@ -201,15 +337,15 @@ def _one_key_product(
 
 def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
     """Return why weights that met values are not captured; None if they can be."""
-    softmax, fixed = tag.softmax, tag.softmax.keys_fixed(axis)
-    one_key = constant and softmax.scores.shape[axis] == 1
+    fixed = tag.softmax.keys_fixed(axis)
     reasons = {
         "its weights were summed or averaged over rows or heads before they met values": tag.added_up,
-        OUTSIDE: softmax.outside,
+        OUTSIDE: tag.softmax.outside,
         "its values meet only a part of its weights": not whole,
         "its scores are not followed to a product of queries and keys": fixed is None,
         "its keys are parameters (a codebook, a router, learned keys), not made of the input": fixed,
-        "it has one key, and its values cannot be told from other factors of its weights": one_key,
+        "it has one key, and its values cannot be told from other factors of its weights": constant
+        and tag.softmax.scores.shape[axis] == 1,
         "its values are parameters, not made of the input": constant,
         "something is added to its values in the same operation": added,
         "its values are single numbers, and only one row is computed": numbers,
@@ -225,7 +361,6 @@ def _remaining(axes: Axes, result: Tensor, left: bool) -> Axes:
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
-# only the shape of their input matters
 _SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")
 _SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _TIMES = ("mul", "mul_")
@@ -234,8 +369,6 @@ _DEFORMABLE = "its keys are parameters, and its values are interpolated between 
 
 
 class _Step(NamedTuple):
-    """An operation that passes on the tag of one of its inputs."""
-
     tags: Tags
     name: str
     args: Args
@@ -253,7 +386,7 @@ def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: An
     """Propagate tags from an operation's inputs to its outputs."""
     outputs = float_outputs(result) if given else []
     if name in _SHAPED:
-        given = [t for t in given if tags.fixed(t)]  # noise for weights, and room for more of them
+        given = [t for t in given if tags.fixed(t)]  # only the shape of their input matters
     if not given:
         return
     if name in _SAMPLED or (name in _MOVED and _sampled(tags, given)):
@@ -270,7 +403,7 @@ def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: An
             step = _Step(tags, name, args, given, source, out)
             if scores is not None:  # while both sides of the product are in the tensor
                 axes, _ = _axes_after(step, scores.axes)
-                if axes is not None and (axes is scores.axes or scores.product.whole_in(axes)):
+                if axes is not None and (axes is scores.axes or scores.whole_in(axes)):
                     tags.tag_scores(out, scores._replace(axes=axes), derived=True)
             if weights is not None:
                 _propagate_weights(step, weights)
@@ -291,7 +424,8 @@ def _propagate_weights(step: _Step, tag: Weights) -> None:
     if name in ("sum", "mean") and tag.axes is not None:
         _summed(step, tag, tag.axes)
         return
-    of_inputs = _of_inputs(tags, softmax)
+    # It is attention if it meets values: its keys or scores depend on the input.
+    of_inputs = softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
     if name == "convolution" and source is step.args[1] and not tags.fixed(step.args[0]) and of_inputs:
         softmax.refuse("its weights are the kernel of a convolution")
         return
@@ -317,21 +451,15 @@ def _after(step: _Step, tag: Weights, exact: bool) -> Weights:
     """Return the tag of weights after an operation; ``exact`` says whether it leaves the entries unchanged."""
     tags, name, others = step.tags, step.name, step.others
     sampled = tag.sampled or (name in _TIMES and _sampled(tags, others))
-    noise = (kept for t in others if (kept := tags.noise(t)) is not None) if name in _TIMES else iter(())
+    noise = (kept for t in others if (kept := tags.marked(t, "noise")) is not None) if name in _TIMES else iter(())
     kept = 1 - float(step.args[1]) if name == "native_dropout" else next(noise, None)  # dropout may be written out
     if kept is not None:
         return tag._replace(dropout=1 - (1 - tag.dropout) * kept, sampled=sampled)
     if name == "exp" and tag.logarithm and tag.exact:
         return tag._replace(logarithm=False, sampled=sampled)
-    spread = tag.spread
-    if tag.axes is not None and any(p.origin == -1 for pieces in tag.axes for p in pieces):
-        spread = spread or not all(map(tags.fixed, others))
+    copied = any(p.origin == -1 for pieces in tag.axes or () for p in pieces)
+    spread = tag.spread or (copied and not all(map(tags.fixed, others)))
     return tag._replace(exact=exact and tag.exact, spread=spread, sampled=sampled)
-
-
-def _of_inputs(tags: Tags, softmax: Softmax) -> bool:
-    """Return whether a softmax is attention if it meets values: its keys or scores depend on the input."""
-    return softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
 
 
 def _summed(step: _Step, tag: Weights, axes: Axes) -> None:

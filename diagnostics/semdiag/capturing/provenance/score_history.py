@@ -28,11 +28,8 @@ def split_mask(
         mask = mask.detach()
         if not mask.is_floating_point():
             return mask.bool(), None, None, None
-        forbidden, steep = _forbidden(mask, FORBIDDING, least)
-        some = bool(forbidden.any())
-        bias = mask.masked_fill(forbidden, 0) if some else mask
-        full = full_rows(mask)
-        return (~forbidden if some else None), (bias if bool(bias.any()) else None), steep, full
+        allowed, bias, steep = split_scores(mask, FORBIDDING, least)
+        return allowed, (bias if bool(bias.any()) else None), steep, full_rows(mask)
 
 
 def full_rows(terms: Tensor) -> Tensor | None:
@@ -42,25 +39,21 @@ def full_rows(terms: Tensor) -> Tensor | None:
     return rows & (terms - top > FORBIDDING) if bool(rows.any()) else None
 
 
-def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
-    """Split a softmax's input into allowed keys and bias, if what was added to the scores is unknown."""
-    forbidden, steep = _forbidden(scores, FORBIDDING + ROOM)  # scores are on top of the constant
-    some = bool(forbidden.any())
-    return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
-
-
-def _forbidden(terms: Tensor, enough: float, least: float | None = None) -> tuple[Tensor, float | None]:
-    """Return which terms forbid their key, and the lowest of the terms that do not count as -inf."""
-    forbidden = terms <= (lowest(terms.dtype) if least is None else least)
+def split_scores(
+    terms: Tensor, enough: float = FORBIDDING + ROOM, least: float | None = None
+) -> tuple[Tensor | None, Tensor, float | None]:
+    """Split a softmax's input, with scores on top of such a constant, into allowed keys and bias."""
+    forbidden, constant = terms <= (lowest(terms.dtype) if least is None else least), None
     best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
     below = (terms - best).masked_fill(forbidden, 0)
-    if not bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
-        return forbidden, None
-    steep = below <= FORBIDDING + ROOM
-    highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
-    steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
-    constant = terms.masked_fill(~steep, 0).amin()
-    return forbidden | steep, (float(constant) if bool(steep.any()) else None)
+    if bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
+        steep = below <= FORBIDDING + ROOM
+        highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
+        steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
+        constant = float(terms.masked_fill(~steep, 0).amin()) if bool(steep.any()) else None
+        forbidden = forbidden | steep
+    some = bool(forbidden.any())
+    return (~forbidden if some else None), (terms.masked_fill(forbidden, 0) if some else terms), constant
 
 
 class UntraceableError(Exception):
@@ -163,9 +156,8 @@ class ScoreHistory:
             scores = self.softcap * torch.tanh(scores)
         if self.bias is not None:
             scores = scores + self.bias.expand(shape)[index]
-        return scores, torch.ones_like(scores, dtype=torch.bool) if self.allowed is None else self.allowed.expand(
-            shape
-        )[index]
+        allowed = self.allowed if self.allowed is not None else torch.ones((), dtype=torch.bool, device=q.device)
+        return scores, allowed.expand(shape)[index]
 
     def reach(self, index: tuple[Tensor, ...]) -> Tensor:
         """Return the largest |scale| · ‖q‖ · ‖k‖ of some rows, except NaN, to which their rounding is relative."""
@@ -192,25 +184,41 @@ class ScoreHistory:
         forbidding = self.forbidding if forbidding is None else forbidding
         return replace(self, bias=terms, allowed=allowed, floor=None, forbidding=forbidding)
 
-    def call(
-        self, v: Tensor, mixed: Tensor, allowed: Tensor | None, heads: int | None, full: Tensor | None = None
-    ) -> AttentionCall:
-        """Return the attention without module, layer and occurrence, which are unknown here."""
-        q = self.q.expand(*self.lead, *self.q.shape[-2:])
-        k, v = (_shared(x, self.lead) for x in (self.k, v))
+    def call(self, v: Tensor, mixed: Tensor, heads: int | None, scores: Tensor | None = None) -> AttentionCall:
+        """Return the attention; its fully masked rows are read from the softmax's input, if that is given."""
+        history, full = (self, None) if scores is None else self._with_full_rows(scores)
+        lead, allowed, bias = history.lead, history.allowed, history.bias
+        q = history.q.expand(*lead, *history.q.shape[-2:])
+        k, v = (_shared(x, lead) for x in (history.k, v))
         if k.shape[:-2] != v.shape[:-2]:
-            k, v = (x.expand(*self.lead, *x.shape[-2:]) for x in (k, v))
-        grouped = len(self.lead) == 3 and k.shape[2] == 1 < self.lead[2]
-        if grouped:  # (B, Hk, G, L, D) against (B, Hk, 1, L, D)
+            k, v = (x.expand(*lead, *x.shape[-2:]) for x in (k, v))
+        if len(lead) == 3 and k.shape[2] == 1 < lead[2]:  # (B, Hk, G, L, D) against (B, Hk, 1, L, D)
             q, mixed, k, v = q.flatten(1, 2), mixed.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
-
-        masks = {"allowed": allowed, "bias": self.bias, "fully_masked": full}
-        if grouped:
-            given = ((name, x) for name, x in masks.items() if x is not None)
-            masks = {name: x.expand(*self.lead, *x.shape[-2:]).flatten(1, 2) for name, x in given}
+            masks = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (allowed, bias, full))
+            allowed, bias, full = (None if x is None else x.flatten(1, 2) for x in masks)
         scale = self.scale if self.softcap is None else self.scale * self.softcap
-        others: dict[str, Any] = masks | {"scale": scale, "softcap": self.softcap, "forbidding": self.forbidding}
-        return described(q, k, v, mixed, heads=heads, **others)
+        return described(
+            q, k, v, mixed, scale=scale, heads=heads, allowed=allowed, bias=bias, fully_masked=full,
+            softcap=self.softcap, forbidding=self.forbidding,
+        )  # fmt: skip
+
+    def _with_full_rows(self, scores: Tensor) -> tuple["ScoreHistory", Tensor | None]:
+        """Return the history with fully masked rows and rows at one low constant; and their keys or None."""
+        allowed, top = self.allowed, scores.amax(-1, keepdim=True)
+        enough = FORBIDDING + ROOM
+        low = (top <= enough) & top.isfinite()
+        if not bool(low.any()):
+            return self, None
+        below = scores - top
+        near = below > enough
+        none = torch.zeros_like(low) if allowed is None else ~allowed.expand(scores.shape).any(-1, keepdim=True)
+        rows = low & (none | ((below == 0) | ~near).all(-1, keepdim=True))
+        if not bool(rows.any()):
+            return self, None
+        bias = torch.where(rows, below.masked_fill(~near, 0), 0.0 if self.bias is None else self.bias)
+        q = self.q.expand(*self.lead, *self.q.shape[-2:]).masked_fill(rows, 0)
+        allowed = ~rows if allowed is None else ~rows & allowed
+        return replace(self, q=q, bias=bias if bool(bias.any()) else None, allowed=allowed), rows & near
 
 
 def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:

@@ -1,16 +1,14 @@
 """Trace scores from the product of queries and keys to the softmax, and softmaxes until they meet values."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from semdiag.capturing.adapters.fused import with_full_rows_read
 from semdiag.capturing.attention_call import Args, Kwargs
 from semdiag.capturing.provenance.score_history import ScoreHistory, UntraceableError, scores_alone
 from semdiag.capturing.provenance.tags import (
@@ -51,7 +49,6 @@ class Softmaxes:
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
         self._open: list[Softmax] = []
-        self._inputs_in_use: Counter[int] = Counter()
         self._saved: dict[int, Tensor] = {}  # inputs that a softmax is about to overwrite
         self.offered: History | None = None
         self.masked = False
@@ -90,17 +87,15 @@ class Softmaxes:
             scores = self._saved.pop(address(scores), scores)
         number, recorder = self._tags.number(), self._recorder
         place = recorder.heads, recorder.module, not recorder.running
-        softmax = Softmax(number, scores.detach(), axis, tag, history, *place)
-        self._open.append(softmax)
-        self._inputs_in_use[address(scores)] += 1
-        return softmax
+        self._open.append(Softmax(number, scores.detach(), axis, tag, history, *place))
+        return self._open[-1]
 
     def before_write(
         self, name: str, args: Sequence[object], written: Sequence[Tensor], given: Sequence[Tensor]
     ) -> None:
         """Save what is still needed of tensors that an operation is about to overwrite."""
         self._saved = {}
-        noise = name == "mul_" and any(self._tags.noise(t) is not None for t in tensors(args[1:]))
+        noise = name == "mul_" and any(self._tags.marked(t, "noise") is not None for t in tensors(args[1:]))
         for tensor in written:
             storage = address(tensor)
             constant = all(map(self._tags.constant, given))
@@ -109,13 +104,10 @@ class Softmaxes:
             step = step and tensor.untyped_storage().data_ptr() in self._recorder.trained
             fixed = is_plain(tensor) and (step or all(map(self._tags.fixed, given)))
             known = self._tags.written(tensor, noise, fixed, constant)
-            if self._inputs_in_use.get(storage, 0) > 0:
-                for softmax in self._open:
-                    if not softmax.done and address(softmax.scores) == storage:
-                        with outside_all_modes(tensor.device.type):
-                            softmax.scores = softmax.scores.clone()
-                        self._inputs_in_use[address(softmax.scores)] += 1
-                self._inputs_in_use[storage] = 0
+            for softmax in self._open:
+                if not softmax.done and address(softmax.scores) == storage:
+                    with outside_all_modes(tensor.device.type):
+                        softmax.scores = softmax.scores.clone()
             if name in SOFTMAXES or (name in EXPONENTIALS and known):
                 source = _exponent(name, args)
                 if isinstance(source, Tensor) and address(source) == storage:
@@ -126,18 +118,15 @@ class Softmaxes:
         """Mark a softmax as captured, and free its memory."""
         softmax.done = True
         if softmax.tag is not None:
-            self.without.pop(softmax.tag.product.number, None)
-        self._inputs_in_use[address(softmax.scores)] -= 1
+            self.without.pop(softmax.tag.number, None)
         softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # only its shape
         softmax.history = None
 
     def settle(self) -> None:
         """Note the outcome of every softmax, then forget all of them."""
         for softmax in self._open:
-            if softmax.reason is not None and not softmax.done:
-                self._recorder.skip("softmax", softmax.reason, softmax.module)
-            elif softmax.masked and not softmax.done:
-                self._recorder.skip("softmax", NO_VALUES, softmax.module)
+            if not softmax.done and (softmax.reason or softmax.masked):
+                self._recorder.skip("softmax", softmax.reason or NO_VALUES, softmax.module)
             elif softmax.done or softmax.axis is None or softmax.outside:
                 continue
             elif self._recorder.shared and not softmax.keys_fixed(softmax.axis):
@@ -148,7 +137,6 @@ class Softmaxes:
             self._recorder.skip(operation, NO_SOFTMAX, module)
         self._open.clear()
         self.without.clear()
-        self._inputs_in_use.clear()
 
 
 def _exponent(name: str, args: Sequence[object]) -> object:
@@ -173,19 +161,13 @@ def find_axis(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
     if softmax.axis is not None or not weights.numel():
         return
     with outside_all_modes(weights.device.type):
+        between = bool(((weights > 1e-3) & (weights < 0.999)).any())  # a mask's entries are all 0 or 1
         for d, pieces in enumerate(axes):
             whole = pieces and (AxisPiece(softmax.number, pieces[0].axis, weights.shape[d], 1),)
-            if pieces and merged(pieces) == whole and sums_to_one(weights, d):
-                softmax.axis = pieces[0].axis
-
-
-def sums_to_one(weights: Tensor, axis: int) -> bool:
-    """Return whether weights sum to one along an axis, up to rounding, and are not all 0 or 1, as in a mask."""
-    dtype = torch.promote_types(weights.dtype, torch.float32)
-    off = (weights.detach().sum(axis, dtype=dtype) - 1).abs()
-    wrong = (off > 16 * torch.finfo(weights.dtype).eps) & ~off.isnan()
-    between = (weights > 1e-3) & (weights < 0.999)
-    return bool(between.any()) and not bool(wrong.any())
+            if pieces and merged(pieces) == whole and between:
+                total = weights.detach().sum(d, dtype=torch.promote_types(weights.dtype, torch.float32))
+                if not bool(((total - 1).abs() > 16 * torch.finfo(weights.dtype).eps).any()):
+                    softmax.axis = pieces[0].axis
 
 
 def product_factors(name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
@@ -222,9 +204,7 @@ def _einsum(args: Args) -> tuple[Tensor, Tensor, float, None] | None:
         return None
     batch, i, j = out[:-2], out[-2], out[-1]
     sides = (first, [*batch, i, *summed]), (second, [*batch, j, *summed])
-    if any(
-        sorted(letters) != sorted(axes) for letters, axes in sides
-    ):  # a further letter is summed in one operand
+    if any(sorted(letters) != sorted(axes) for letters, axes in sides):  # one operand is summed over a letter
         return None
     orders = [[letters.index(axis) for axis in axes] for letters, axes in sides]
     return operands[0].permute(orders[0]), operands[1].permute(orders[1]), 1.0, None
@@ -271,14 +251,17 @@ class SoftmaxProvenance:
         if history is None and not tag.whole(scores.ndim - 1, scores.shape[-1]):  # a sink may be among the keys
             return args, kwargs, False
         with outside_all_modes(scores.device.type):
-            order, own = self._order(recorder, scores, tag, history)
+            key, q = scores.ndim - 1, None if history is None else history.q
+            roles, _ = read_axes(scores.shape, key, tag.rows(key), recorder.shapes, q, tag.axes)
+            own = roles.query is None and history is None  # each query has keys of its own
+            order = [*roles.lead, key] if own else [*range(key + 1)]
+            order = order if roles.query is None else [*roles.lead, roles.query, key]
             s = scores.detach().permute(order)
             s = s[..., None, :] if own else s
             usual = history if order == sorted(order) else None
             read = scores_alone(s, (*s.shape[:-2], s.shape[-1])) if usual is None else usual.split(s)
             heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
-            read, allowed, full = with_full_rows_read(read, s)
-            call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), allowed, heads, full)
+            call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), heads, s)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
             return args, kwargs, scores.shape[-1] > 1
@@ -289,25 +272,24 @@ class SoftmaxProvenance:
             self._keep(left, history.filled(-torch.inf, scores.dtype, kept), stamps[:-1])
         return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
 
-    def _order(
-        self, recorder: Recorder, scores: Tensor, tag: Scores, history: ScoreHistory | None
-    ) -> tuple[list[int], bool]:
-        """Return the order samples, heads, queries, keys of the axes of scores, as read once they meet values."""
-        key, q = scores.ndim - 1, None if history is None else history.q
-        roles, _ = read_axes(scores.shape, key, tag.rows(key), recorder.shapes, q, tag.axes)
-        if roles.query is not None:
-            return [*roles.lead, roles.query, key], False
-        return ([*range(key + 1)], False) if history is not None else ([*roles.lead, key], True)
-
     def follow(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Observe an operation that has just run."""
+        """Observe an operation that has just run: it makes scores, or changes them, or ends their history."""
         try:
             if name in _PRODUCTS:
                 self._product(name, args, kwargs, result)
-            else:
-                self._step(name, args, kwargs, result)
+                return
+            scores = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x in self._scores)
+            if self._scores and (tensor := next(scores, None)) is not None:
+                history, stamps = self._scores[tensor]
+                target = tensor if name == "__setitem__" else result
+                self._scores.pop(target, None)
+                with outside_all_modes(tensor.device.type):
+                    self._keep(target, _changed(history, tensor, name, args, kwargs, target), stamps[:-1])
         except UntraceableError:
             return
+        except Exception:
+            self._scores.clear()  # they may be out of date
+            raise
 
     def _keep(self, tensor: Tensor, history: ScoreHistory, stamps: list[tuple[Tensor, int]]) -> None:
         made = [x for x in (history.q, history.k, history.bias, history.allowed) if x is not None]
@@ -326,85 +308,40 @@ class SoftmaxProvenance:
             history = ScoreHistory(q.detach(), k.detach(), result.shape[:-2], scale=alpha, eps=eps)
             self._keep(result, history if added is None else history.plus(added, result.dtype), [])
 
-    def _step(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Carry tags through an operation on scores, or drop them."""
-        if not self._scores:
-            return
-        for tensor in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
-            history, stamps = self._scores.get(tensor, (None, []))
-            if history is None:
-                continue
-            target = tensor if name == "__setitem__" else result
-            self._scores.pop(target, None)
-            with outside_all_modes(tensor.device.type):
-                self._keep(target, _STEPS[name](_Step(history, tensor, args, kwargs, target)), stamps[:-1])
-            return
 
-
-class _Step(NamedTuple):
-    """An operation on scores that has run."""
-
-    history: ScoreHistory
-    scores: Tensor
-    args: Args
-    kwargs: Kwargs
-    result: Tensor
-
-    @property
-    def other(self) -> Any:
-        """The operand that is not the scores, on either side."""
-        second = self.args[1] if len(self.args) > 1 else self.kwargs.get("other")
-        return self.args[0] if second is self.scores else second
-
-    def check(self, first: bool, alike: bool) -> None:
-        """Refuse an operation whose first operand is not the scores, or whose result has another shape."""
-        moved = alike and (self.kwargs.get("alpha", 1) != 1 or self.result.shape != self.scores.shape)
-        if moved or (first and self.args[0] is not self.scores):
-            raise UntraceableError
-
-
-def _divided(step: _Step) -> ScoreHistory:
-    step.check(first=True, alike=False)
-    if step.kwargs.get("rounding_mode") is not None:
-        raise UntraceableError
-    return step.history.times(1 / step.other)
-
-
-def _plus(step: _Step) -> ScoreHistory:
-    step.check(first=False, alike=True)
-    return step.history.plus(step.other, step.result.dtype)
-
-
-def _minus(step: _Step) -> ScoreHistory:
-    step.check(first=True, alike=True)
-    return step.history.plus(-1.0 * step.other, step.result.dtype)
-
-
-def _filled(step: _Step) -> ScoreHistory:
-    step.check(first=True, alike=True)
-    given = dict(zip(("input", "mask", "value"), step.args, strict=False)) | step.kwargs
-    return step.history.filled(given["value"], step.result.dtype, ~given["mask"])
-
-
-def _assigned(step: _Step) -> ScoreHistory:
-    step.check(first=True, alike=False)
-    return step.history.filled(step.args[2], step.result.dtype)
-
-
-def _chosen(step: _Step) -> ScoreHistory:
-    step.check(first=False, alike=True)
-    if len(step.args) != 3 or step.args[0] is step.scores:
-        raise UntraceableError
-    kept, one, other = step.args
-    history, dtype = step.history, step.result.dtype
-    return history.filled(other, dtype, kept) if one is step.scores else history.filled(one, dtype, ~kept)
-
-
-def _undropped(step: _Step) -> ScoreHistory:
-    given = dict(zip(("input", "p", "training"), step.args, strict=False)) | step.kwargs
-    if given.get("training", True) and given.get("p", 0.5):
-        raise UntraceableError
-    return step.history
+def _changed(
+    history: ScoreHistory, scores: Tensor, name: str, args: Args, kwargs: Kwargs, result: Tensor
+) -> ScoreHistory:
+    """Return the history after an operation on the scores that has run."""
+    second: Any = args[1] if len(args) > 1 else kwargs.get("other")
+    first, other = bool(args) and args[0] is scores, args[0] if second is scores else second
+    alike, dtype = kwargs.get("alpha", 1) == 1 and result.shape == scores.shape, result.dtype
+    match name.rstrip("_"):
+        case "mul" | "multiply":
+            return history.times(other)
+        case "div" | "divide" | "true_divide" if first and kwargs.get("rounding_mode") is None:
+            return history.times(1 / other)
+        case "add" if alike:
+            return history.plus(other, dtype)
+        case "sub" | "subtract" if first and alike:
+            return history.plus(-1.0 * other, dtype)
+        case "masked_fill" if first and alike:
+            given = dict(zip(("input", "mask", "value"), args, strict=False)) | kwargs
+            return history.filled(given["value"], dtype, ~given["mask"])
+        case "__setitem" if first:
+            return history.filled(args[2], dtype)
+        case "where" if alike and len(args) == 3 and not first:
+            kept, one, two = args
+            return history.filled(two, dtype, kept) if one is scores else history.filled(one, dtype, ~kept)
+        case "tanh":
+            return history.bent()
+        case "dropout" | "nan_to_num":
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            if name == "nan_to_num" or not (given.get("training", True) and given.get("p", 0.5)):
+                return history
+        case _ if name in _VIEWS:
+            return history.viewed(result)
+    raise UntraceableError
 
 
 _PRODUCTS = ("matmul", "bmm", "__matmul__", "einsum", "baddbmm")
@@ -412,20 +349,11 @@ _VIEWS = (
     *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "detach"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
 )
-_STEPS: dict[str, Callable[[_Step], ScoreHistory]] = {
-    **dict.fromkeys(("mul", "mul_", "multiply"), lambda step: step.history.times(step.other)),
-    **dict.fromkeys(("div", "div_", "divide", "true_divide"), _divided),
-    **dict.fromkeys(("add", "add_"), _plus),
-    **dict.fromkeys(("sub", "sub_", "subtract"), _minus),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
-    "__setitem__": _assigned,
-    **dict.fromkeys(_VIEWS, lambda step: step.history.viewed(step.result)),
-    "where": _chosen,
-    "tanh": lambda step: step.history.bent(),
-    "dropout": _undropped,
-    "nan_to_num": lambda step: step.history,
-}
-FOLLOWED = frozenset((*_PRODUCTS, *_STEPS))
+_CHANGES = (
+    *("mul", "mul_", "multiply", "div", "div_", "divide", "true_divide", "add", "add_", "sub", "sub_", "subtract"),
+    *("masked_fill", "masked_fill_", "__setitem__", "where", "tanh", "dropout", "nan_to_num"),
+)
+FOLLOWED = frozenset((*_PRODUCTS, *_VIEWS, *_CHANGES))
 
 MERGED = (
     "its output is rescaled by a sum of exponentials of scores: if this merges blocks of keys, each of its "
@@ -457,13 +385,13 @@ class MergedBlocks:
         if "sums" not in self._tags.marks:
             return
         name = name.removesuffix("_")
-        sums = [(t, m) for t in given if (m := self._tags.marked(t, "sums")) is not None]
-        outputs = [(t, m) for t in given if (m := self._tags.marked(t, "output")) is not None]
-        if name in _WEIGHING and any(t is not s for s, _ in sums for t, _ in outputs):
-            self._recorder.remark(MERGED, outputs[0][1])
+        kinds = ("sums", "output")
+        marks = {k: [(t, m) for t in given if (m := self._tags.marked(t, k)) is not None] for k in kinds}
+        if name in _WEIGHING and any(t is not s for s, _ in marks["sums"] for t, _ in marks["output"]):
+            self._recorder.remark(MERGED, marks["output"][0][1])
         if product:
             return
-        for kind, known in (("sums", sums), ("output", outputs)):
+        for kind, known in marks.items():
             for source, module in known:
                 for out in tensors((result,)):
                     if is_plain(out) and (name in _SPREADING or out.numel() <= source.numel()):
@@ -473,7 +401,7 @@ class MergedBlocks:
         """Return whether an operation sums exponentials of scores that depend on the input on both sides."""
         scores, weights = self._tags.of(source)
         if name == "logsumexp":
-            return scores is not None and not any(scores.product.fixed)
+            return scores is not None and not any(scores.fixed)
         if weights is None or weights.axes is None or weights.softmax.axis is not None or weights.spread:
             return False  # no exponentials, or divided already
         dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()

@@ -26,26 +26,16 @@ class AxisPiece(NamedTuple):
     step: int  # stride along that axis between neighbouring entries; 0 if entries were selected or reordered
 
 
-Axes = tuple[tuple[AxisPiece, ...], ...]  # pieces of each axis of a tensor, the slowest first
+Axis = tuple[AxisPiece, ...]  # the slowest first
+Axes = tuple[Axis, ...]  # pieces of each axis of a tensor
 Given = Sequence[tuple[int, ...]]  # shapes of the first inputs of the running modules, the innermost last
 
 
-@dataclass(frozen=True)
-class AxisRoles:
+class AxisRoles(NamedTuple):
     """The roles of the axes of scores."""
 
     lead: tuple[int, ...]  # axes before the queries: samples, then, if there are two or more, heads
     query: int | None  # axis of the queries; None if there is none
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the heads' axis comes after the samples'."""
-        return list(self.lead) == sorted(self.lead)
-
-    def rows(self, shape: torch.Size) -> int:
-        """Return the product of the numbers of samples and queries."""
-        samples = self.lead[:-1] if len(self.lead) > 1 else self.lead
-        return math.prod(shape[d] for d in samples) * (1 if self.query is None else shape[self.query])
 
 
 def _candidates(ndim: int, key: int, queries: set[int]) -> Iterator[AxisRoles]:
@@ -66,7 +56,7 @@ def read_axes(
     ones = {d for d, size in enumerate(shape) if size == 1 and d != key and (d or len(shape) < 4)}
     candidates = [*_candidates(len(shape), key, rows | ones)]
     fitting = _fitting(candidates, shape, given)
-    pool = fitting or [r for r in candidates if r.in_order and (r.query in rows or not rows)]
+    pool = fitting or [r for r in candidates if [*r.lead] == sorted(r.lead) and (r.query in rows or not rows)]
     same = [r for r in pool if r.query is not None and shape[r.query] == shape[key]]
     pool = same or pool
     if fitting and q is not None:
@@ -74,9 +64,7 @@ def read_axes(
     roles = pool[0]
     if not rows and len(roles.lead) > 2:
         return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
-    several = (
-        len({min(ones) if r.query in ones else r.query for r in pool}) > 1
-    )  # all axes of length 1 count as one
+    several = len({min(ones) if r.query in ones else r.query for r in pool}) > 1  # those of length 1 are one
     # Heads of one query, or queries with keys of their own; or fewer or more queries than keys.
     unsure = roles.query is None and len(roles.lead) == 2
     unsure |= not same and roles.query != candidates[0].query
@@ -111,7 +99,9 @@ def _fits(roles: AxisRoles, shape: torch.Size, given: tuple[int, ...]) -> bool:
         return False
     positions = {given[0] * given[1], math.prod(given[:-1]) if len(given) > 2 else 0}
     positions |= {given[0] * given[2]} if len(given) == 4 else set()
-    return roles.rows(shape) in positions and (roles.in_order or shape[roles.lead[0]] == given[0])
+    samples = roles.lead[:-1] if len(roles.lead) > 1 else roles.lead
+    rows = math.prod(shape[d] for d in samples) * (1 if roles.query is None else shape[roles.query])
+    return rows in positions and ([*roles.lead] == sorted(roles.lead) or shape[roles.lead[0]] == given[0])
 
 
 def _split_from_features(candidates: list[AxisRoles], q: Tensor) -> list[AxisRoles]:
@@ -195,50 +185,41 @@ def selected(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | 
     )
 
 
-def entries(pieces: Sequence[AxisPiece]) -> int:
-    """Return the total number of entries of the pieces."""
-    return math.prod(piece.size for piece in pieces)
-
-
 History = tuple[ScoreHistory, Callable[[], bool]]
 
 
-class Product(NamedTuple):
-    """A product (N, M, D) x (N, D, K)."""
+class Scores(NamedTuple):
+    """Tag of a tensor that came from a product (N, M, D) x (N, D, K), with the places of the product's axes."""
 
-    number: int  # number that identifies it
+    number: int  # number that identifies the product
     sizes: tuple[int, int]  # M and K
     fixed: tuple[bool, bool]  # whether each factor is computed from parameters alone
-    constant: bool = False  # whether a factor is made of constants alone
+    constant: bool  # whether a factor is made of constants alone
+    axes: Axes
 
     def whole_in(self, axes: Axes) -> bool:
-        """Return whether the axes still contain both sides of the product, where longer than 1."""
+        """Return whether axes still contain both sides of the product, where longer than 1."""
         there = {p.axis for pieces in axes for p in pieces if p.origin == self.number}
         return all(axis in there or size == 1 for axis, size in enumerate(self.sizes, start=1))
 
-
-class Scores(NamedTuple):
-    """Tag of a tensor that came from a product, with the places of the product's axes."""
-
-    product: Product
-    axes: Axes
+    def sides(self, axis: int) -> list[int]:
+        """Return the sides of the product that an axis comes from, 0 for M and 1 for K."""
+        return [p.axis - 1 for p in self.axes[axis] if p.origin == self.number and p.axis > 0]
 
     def keys_fixed(self, axis: int) -> bool | None:
         """Return whether the keys on an axis come from parameters alone; None if it is no side of the product."""
-        sides = [p.axis for p in self.axes[axis] if p.origin == self.product.number and p.axis > 0]
-        if not sides:
-            return all(self.product.fixed) if not self.axes[axis] else None
-        return self.product.fixed[sides[0] - 1]
+        if not (sides := self.sides(axis)):
+            return all(self.fixed) if not self.axes[axis] else None
+        return self.fixed[sides[0]]
 
     def whole(self, axis: int, size: int) -> bool:
         """Return whether an axis of this size is a whole side of the product, with no column added or removed."""
-        sides = [p.axis for p in self.axes[axis] if p.origin == self.product.number and p.axis > 0]
-        return bool(sides) and self.product.sizes[sides[0] - 1] == size
+        sides = self.sides(axis)
+        return bool(sides) and self.sizes[sides[0]] == size
 
     def rows(self, key: int) -> set[int]:
         """Return the axes of the factor without the keys: queries, and heads that share the keys."""
-        number, axes = self.product.number, enumerate(self.axes)
-        return {d for d, pieces in axes if d != key and any(p.origin == number and p.axis > 0 for p in pieces)}
+        return {d for d in range(len(self.axes)) if d != key and self.sides(d)}
 
 
 @dataclass(eq=False)
@@ -262,7 +243,7 @@ class Softmax:
     @property
     def of_a_product(self) -> bool:
         """Whether its input is a product of two tensors that depend on the model's input."""
-        return self.tag is not None and not any(self.tag.product.fixed)
+        return self.tag is not None and not any(self.tag.fixed)
 
     @property
     def suspect(self) -> bool:
@@ -315,15 +296,12 @@ class Weights(NamedTuple):
 class _Store:
     """Tags of one storage. They belong to tensors in it, identified by their geometry."""
 
-    __slots__ = ("fixed", "marks", "noise", "ref", "scores", "weights")
-
     def __init__(self, tensor: Tensor) -> None:
         self.ref: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # also prevents reuse of its address
         self.scores: dict[Any, Scores] = {}
         self.weights: dict[Any, Weights] = {}
         self.fixed = False
-        self.noise: float | None = None
-        self.marks: dict[str, str] = {}
+        self.marks: dict[str, Any] = {}  # modules, or of noise the probability that it keeps an entry
 
 
 class Tags:
@@ -348,8 +326,7 @@ class Tags:
         store = self._stores.get(address(tensor))
         if store is None or not (store.scores or store.weights):
             return None, None
-        key = _geometry(tensor)
-        return store.scores.get(key), store.weights.get(key)
+        return store.scores.get(key := _geometry(tensor)), store.weights.get(key)
 
     def scores(self, tensor: Tensor) -> Scores | None:
         """Return a tensor's tag as scores; None if it came from no product."""
@@ -358,11 +335,6 @@ class Tags:
     def weights(self, tensor: Tensor) -> Weights | None:
         """Return a tensor's tag as weights; None if it came from no softmax."""
         return self.of(tensor)[1]
-
-    def noise(self, tensor: Tensor) -> float | None:
-        """Return the probability with which a noise tensor keeps entries; None if it is no noise."""
-        store = self._stores.get(address(tensor))
-        return None if store is None else store.noise
 
     def fixed(self, tensor: Tensor) -> bool:
         """Return whether a tensor is computed from parameters alone, without products."""
@@ -390,7 +362,7 @@ class Tags:
         """Tag a tensor as scores; one derived from scores may have a better tag already."""
         store, key = self._store(tensor), _geometry(tensor)
         known = store.scores.get(key) if derived else None
-        if known is None or (any(known.product.fixed) and not any(tag.product.fixed)):
+        if known is None or (any(known.fixed) and not any(tag.fixed)):
             store.scores[key] = tag
 
     def tag_weights(self, tensor: Tensor, tag: Weights) -> None:
@@ -400,12 +372,12 @@ class Tags:
     def tag_noise(self, tensor: Tensor, kept: float) -> None:
         """Tag a tensor as pure noise, with the probability that an entry is kept."""
         store, key = self._store(tensor), _geometry(tensor)
-        store.noise = kept
+        store.marks["noise"] = kept
         store.scores.pop(key, None)
         store.weights.pop(key, None)
 
-    def marked(self, tensor: Tensor, kind: str) -> str | None:
-        """Return the module that a mark of this kind on the tensor's storage names; None if there is none."""
+    def marked(self, tensor: Tensor, kind: str) -> Any:
+        """Return the value of a mark of this kind on the tensor's storage; None if there is none."""
         store = self._stores.get(address(tensor))
         return None if store is None else store.marks.get(kind)
 

@@ -9,14 +9,7 @@ from torch import Tensor
 from semdiag.mathematics.bounds.block_bounds import Assumption, Bound
 from semdiag.mathematics.score_strips import AttentionRows
 from semdiag.mathematics.softmax_stability import positive_separation
-from semdiag.mathematics.spectral_norms import (
-    Real,
-    float64,
-    log,
-    log_one_plus_inverse,
-    log_product,
-    log_sum,
-)
+from semdiag.mathematics.spectral_norms import Real, float64, log, log_one_plus_inverse, log_product, log_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,16 +31,13 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
     """Return ln λ_A, (...), of u ↦ (Σ_j p_ij u_j)_i, from each token's own load, with the rows' assumptions.
 
     λ_A = max_l [ Σ_{i : l∈S_i} p̄_i + Ξ( ΓΞ min(s_l ξ_l, split_l) + ΓΞ̃ Σ_{i : l∈S_i} ξ_i ) ]:
-    token l as value, as query and as key. Ragged rows and global tokens are covered.
+    token l as value, as query and as key. Rows are (..., L), norms (...) or broadcasting to it; ``selected`` is
+    S_i, bool (..., L, L), query by key, for heavy-hitter masks the union S_i ∪ S'_i over all compared inputs; a
+    map that is not square is a ValueError.
 
-    Rows are (..., L), norms (...) or broadcasting to it; ``selected`` is S_i, bool (..., L, L), query by key, for
-    heavy-hitter masks the union S_i ∪ S'_i over all compared inputs. A map that is not square is a ValueError.
-
-    Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for
-    all rows, see :func:`~semdiag.mathematics.bounds.attention_bounds.paper_attention_map_bound`.
+    Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for all rows.
 
     Example:
-        >>> import torch
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows
         >>> rows = fixed_mask_rows(torch.zeros(4), 4)
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)
@@ -55,10 +45,8 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
         6.0...
     """
     if selected.shape[-1] != selected.shape[-2] or selected.shape[-1] != rows.log_xi.shape[-1]:
-        raise ValueError(
-            f"λ_A needs self-attention, with one row of the mask per token. "
-            f"Got a mask of {tuple(selected.shape[-2:])} and {rows.log_xi.shape[-1]} rows."
-        )
+        got = f"Got a mask of {tuple(selected.shape[-2:])} and {rows.log_xi.shape[-1]} rows."
+        raise ValueError(f"λ_A needs self-attention, with one row of the mask per token. {got}")
     log_gamma, log_xi = log(norms.gamma), log(norms.token)
     as_query = log_product((log_gamma + 2 * log_xi)[..., None], rows.log_split)
     as_key = log_product(norms.log_form_reach[..., None], _key_sums(rows.log_xi, selected))
@@ -99,8 +87,7 @@ def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
     λ_M = Υ_h Ξ² Ξ̃ Σ_i min(s_i ξ_i, row_i). For full attention this is Υ Ξ² Ξ̃ L whatever the dispersion is.
     Rows (..., queries) and norms as of :func:`attention_map_bound`.
 
-    Source: docs/theory.md#form. Deviation: the paper has ΥΞ³L e^δ_s, see
-    :func:`~semdiag.mathematics.bounds.attention_bounds.paper_bilinear_form_bound`.
+    Source: docs/theory.md#form. Deviation: the paper has ΥΞ³L e^δ_s, see :func:`paper_bilinear_form_bound`.
 
     Example:
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows
@@ -126,12 +113,10 @@ def paper_attention_map_bound(
 
     Full attention (β = 1) and fixed masks: e^δ [β + ΓΞ²(1 + β)];
     heavy-hitter masks: e^δ_h [β + 2ΓΞ²(1 + β)(1 + 1/Δ_h)], +inf where Δ_h ≤ 0.
-
     δ is the largest over the queries and Δ_h the smallest (or percentiles), in nats, None for masks that ignore
     the scores; β = max_j l_j / k.
 
-    Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none;
-    its ξ is not an ℓ1 constant everywhere (docs/theory.md#where-the-paper-form-fails).
+    Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none.
 
     Example:
         >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=1.0, query=1.0)
@@ -170,12 +155,10 @@ def _mask_factor(separation: Real | None) -> tuple[Tensor, tuple[Assumption, ...
     if separation is None:
         return float64(0.0), ()
     gap = float64(separation)
-    log_factor = math.log(2) + log_one_plus_inverse(gap.clamp(min=0))
-    return log_factor, (positive_separation(gap),)
+    return math.log(2) + log_one_plus_inverse(gap.clamp(min=0)), (positive_separation(gap),)
 
 
 def _no_query_bias(norms: HeadNorms) -> Assumption:
     """Return the assumption of the paper's formulas that there is no query bias, Ξ̃ = Ξ."""
-    return Assumption(
-        "the query projection has no bias", {}, holds=bool((float64(norms.query) == float64(norms.token)).all())
-    )
+    alike = float64(norms.query) == float64(norms.token)
+    return Assumption("the query projection has no bias", {}, holds=bool(alike.all()))

@@ -17,27 +17,24 @@ ACTIVATION_LIPSCHITZ = {
 }
 
 
-def query_norm(token_norm: Real, *, query_bias: bool) -> Tensor:
-    """Return Ξ̃, the largest norm of the query side (u, 1): sqrt(Ξ² + 1) with b_q, Ξ without; float64.
+def query_norm(token_norm: Real) -> Tensor:
+    """Return Ξ̃ = sqrt(Ξ² + 1), the largest norm of the query side (u, 1); float64.
 
-    Source: docs/theory.md#norms. Deviation: the paper has no biases.
+    Source: docs/theory.md#norms. Deviation: the paper has no biases, without which Ξ̃ = Ξ.
 
     Example:
-        >>> query_norm(3.0, query_bias=False).item()
-        3.0
-        >>> round(query_norm(3.0, query_bias=True).item(), 4)
+        >>> round(query_norm(3.0).item(), 4)
         3.1623
     """
     xi = float64(token_norm)
-    return torch.hypot(xi, torch.ones_like(xi)) if query_bias else xi
+    return torch.hypot(xi, torch.ones_like(xi))
 
 
-def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Tensor:
-    """Return λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖, float64 (...).
+def normalisation_lipschitz(token_std: Tensor) -> Tensor:
+    """Return λ_LN over observed tokens: ‖LN x − LN y‖ ≤ λ_LN ‖x − y‖, float64 (...), without learned gain.
 
-    λ_LN = max|gain| / min s, with s = sqrt(var + eps) of the tokens (..., tokens) before the normalisation, both
-    inputs of a comparison included. A ValueError says that there is no token, or that one has s ≤ 0 (constant
-    entries and eps = 0).
+    λ_LN = 1 / min s, with s = sqrt(var + eps) of the tokens (..., tokens) before the normalisation, both inputs of
+    a comparison included; +inf if one has constant entries and eps is 0.
 
     Source: docs/theory.md#normalisation (Dunkl–Williams). Deviation: the paper takes λ_LN as given.
 
@@ -45,12 +42,8 @@ def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Te
         >>> normalisation_lipschitz(torch.tensor([0.5, 2.0])).item()
         2.0
     """
-    std = float64(token_std)
-    if not std.numel() or not bool((std > 0).all()):
-        smallest = std.min().item() if std.numel() else math.nan
-        raise ValueError(f"Normalisation needs tokens with sqrt(var + eps) > 0. The smallest: {smallest}.")
-    largest_gain = 1.0 if gain is None else float64(gain).abs().max().item()
-    return largest_gain / std.amin(dim=-1)
+    smallest = float64(token_std).amin(dim=-1)
+    return torch.where(smallest > 0, 1 / smallest, math.inf)
 
 
 @dataclass(frozen=True)
@@ -76,14 +69,12 @@ class Assumption:
 class Bound:
     """An upper bound, as a natural logarithm, with all its assumptions.
 
-    A bound whose assumption fails is still returned: its value is +inf if the failure leaves no guarantee (a
-    separation ≤ 0), else the formula's value; :attr:`unmet` says why not to rely on it.
+    If an assumption fails, its value is +inf where no guarantee is left (a separation ≤ 0), else the formula's
+    value; :attr:`unmet` says why not to rely on it.
 
     Example:
-        >>> import torch
-        >>> bound = Bound(torch.tensor([0.0, 2.0]), (Assumption("k is the same", {}, holds=True),), "Thm 5")
-        >>> bound.largest, bound.holds
-        (2.0, True)
+        >>> Bound(torch.tensor([0.0, 2.0]), (Assumption("k is the same", {}, holds=True),), "Thm 5").holds
+        True
     """
 
     log_value: Tensor  # ln of the bound, float64, any shape; −inf stands for the constant 0, +inf for no guarantee
@@ -99,15 +90,6 @@ class Bound:
     def holds(self) -> bool:
         """Whether every assumption holds."""
         return not self.unmet
-
-    @property
-    def largest(self) -> float:
-        """Natural logarithm of the largest entry; −inf if there is none."""
-        return self.log_value.max().item() if self.log_value.numel() else -math.inf
-
-    def __str__(self) -> str:
-        head = f"ln of the bound at most {self.largest:.6g} [{self.source}]"
-        return "\n".join([head, *(f"  {assumption}" for assumption in self.assumptions)])
 
 
 def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
@@ -144,8 +126,7 @@ class MlpConstants:
     weight_in: Real  # B_P = ‖W_P‖₂
     weight_out: Real  # B_R = ‖W_R‖₂
     activation: float  # λ_σ, see ``ACTIVATION_LIPSCHITZ``
-    # Ξ_P, largest norm of a token at the MLP's input (after the normalisation of a pre-norm block)
-    token_norm: Real
+    token_norm: Real  # Ξ_P, largest norm of a token at the MLP's input (in a pre-norm block, normalised)
     hidden_norm: Real  # largest norm of a token's hidden units, max_i ‖σ(W_P y_i + b_P)‖
 
 
@@ -170,12 +151,10 @@ def log_input_constant(block: BlockConstants) -> Tensor:
 
     Source: paper, Thm 2, which is post-norm (docs/theory.md#block). Deviation: pre-norm and several heads.
     """
-    attention = block.attention
-    log_heads = torch.logsumexp(log_product(log(attention.upsilon), attention.log_map), dim=-1)
+    log_heads = torch.logsumexp(log_product(log(block.attention.upsilon), block.attention.log_map), dim=-1)
     log_norm = log(block.attention_norm)
-    log_residual = (
-        log_one_plus(log_product(log_norm, log_heads)) if block.pre_norm else log_norm + log_one_plus(log_heads)
-    )
+    before = log_one_plus(log_product(log_norm, log_heads))
+    log_residual = before if block.pre_norm else log_norm + log_one_plus(log_heads)
     return log_product(log_residual, _log_mlp_residual(block))
 
 
@@ -190,16 +169,14 @@ def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
     """
     a = block.attention
     log_tokens, log_scale = log(block.tokens), log(a.score_scale)
-    values = log_root_sum_squares(
-        log(float64(a.value_weight) * float64(a.token_norm)[..., None] + float64(a.value_bias))
-    )
+    values = float64(a.value_weight) * float64(a.token_norm)[..., None] + float64(a.value_bias)
     inside = {
         "W_q": log_root_sum_squares(log_product(a.log_form, log(a.key_weight))) + log_scale,
         "W_k": log_root_sum_squares(log_product(a.log_form, log(a.query_weight))) + log_scale,
         "b_k": torch.full_like(log_tokens, -torch.inf),
         "W_v": log_tokens + log(a.token_norm) + log(a.output_weight),
         "b_v": log_tokens + log(a.output_weight),
-        "W_o": log_tokens + values,
+        "W_o": log_tokens + log_root_sum_squares(log(values)),
         "b_o": log_tokens,
     }
     return _with_rest(block, inside | _log_mlp_constants(block))
@@ -213,14 +190,12 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
     Source: paper, Thm 2 (docs/theory.md#parameters). Deviation: none for one head.
     """
-    a = block.attention
-    heads = float64(a.log_form).shape[-1]
+    a, mlp = block.attention, _log_mlp_constants(block)
     inside = {
         "W": log_root_sum_squares(a.log_form),
-        "V": log(block.tokens) + log(a.token_norm) + 0.5 * log(heads),
+        "V": log(block.tokens) + log(a.token_norm) + 0.5 * log(a.log_form.shape[-1]),
     }
-    mlp = {name: value for name, value in _log_mlp_constants(block).items() if name in ("W_P", "W_R")}
-    return _with_rest(block, inside | mlp)
+    return _with_rest(block, inside | {name: mlp[name] for name in ("W_P", "W_R")})
 
 
 def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
@@ -246,7 +221,6 @@ def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Te
 
 
 def _log_mlp_residual(block: BlockConstants) -> Tensor:
-    """Return the Lipschitz constant of Z in Y."""
     log_mlp = log(block.mlp.weight_in) + log(block.mlp.weight_out) + log(block.mlp.activation)
     log_norm = log(block.mlp_norm)
     return log_one_plus(log_norm + log_mlp) if block.pre_norm else log_norm + log_one_plus(log_mlp)

@@ -43,15 +43,14 @@ def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, maske
     δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1; the left side is +inf where δ_s = 0 or Δ_h ≤ 0. δ_s of the full model
     and δ_h of the heavy-hitter model are at the same percentiles, Δ_h at the mirrored ones (100 − p), all in nats.
 
-    Source: paper, Cor. 1, eq. 304 (docs/theory.md#corollary). Deviation: none; percentiles of
-    different queries are combined, a heuristic.
+    Source: paper, Cor. 1, eq. 304 (docs/theory.md#corollary). Deviation: none; to combine percentiles of different
+    queries is a heuristic.
 
     Example:
         >>> paper_weight_condition(8.61, 3.51, 0.016).left_side.item()
         0.970...
     """
-    delta_s, delta_h = float64(full_dispersion), float64(masked_dispersion)
-    gap = float64(masked_separation)
+    delta_s, delta_h, gap = map(float64, (full_dispersion, masked_dispersion, masked_separation))
     numerator = delta_h + math.log(2) + log_one_plus_inverse(gap.clamp(min=0))
     return _per_full_dispersion(numerator, delta_s, gap, "paper, Cor. 1, eq. 304")
 
@@ -61,13 +60,10 @@ def paper_input_condition(
 ) -> Condition:
     """Return the paper's condition for a better guarantee in the inputs X, with 2ΓΞ² = δ_s.
 
-    δ_h/δ_s + (1/δ_s) [ ln(δ_s (1 + β)(1 + 1/Δ_h) + β) − ln(1 + δ_s) ] < 1.
+    δ_h/δ_s + (1/δ_s) [ ln(δ_s (1 + β)(1 + 1/Δ_h) + β) − ln(1 + δ_s) ] < 1. Arguments and result as of
+    :func:`paper_weight_condition`; ``load_ratio`` is β, key load over k, at the same percentiles.
 
-    Arguments and result as of :func:`paper_weight_condition`; ``load_ratio`` is β, key load over k, at the same
-    percentiles.
-
-    Source: paper, Cor. 1, eq. 305 (docs/theory.md#corollary). Deviation: none; percentiles of
-    different queries are combined, a heuristic.
+    Source: paper, Cor. 1, eq. 305 (docs/theory.md#corollary). Deviation: none.
 
     Example:
         >>> paper_input_condition(8.61, 3.51, 0.016, 1 / 5).left_side.item()
@@ -93,8 +89,7 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
         >>> paper_fixed_mask_control(8.0, 8.0, 1.0).left_side.item()
         1.0
     """
-    delta_s, delta_f = float64(full_dispersion), float64(masked_dispersion)
-    beta = float64(load_ratio)
+    delta_s, delta_f, beta = map(float64, (full_dispersion, masked_dispersion, load_ratio))
     # δ_s(1 + β)/2 + β − (1 + δ_s) = (β − 1)(1 + δ_s/2): exactly 0 at β = 1, where rounding must not decide.
     numerator = delta_f + torch.log1p((beta - 1) * (1 + delta_s / 2) / (1 + delta_s))
     return _per_full_dispersion(numerator, delta_s, None, "paper, Thm 4")
@@ -104,11 +99,9 @@ def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) ->
     """Return the sound comparison in the parameters W, for equal norms: Σ_i min(s_i ξ_i, row_i) of mask and full.
 
     ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L against 0, (...), from rows (..., queries). Never negative for k ≥ 2:
-    the worst-case W-guarantee of a heavy-hitter mask is never better than that of full attention, nor is a fixed
-    mask's.
+    no mask has a better worst-case W-guarantee than full attention.
 
-    Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 304, whose full constant grows
-    with e^δ_s.
+    Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 304, whose full constant grows with e^δ_s.
 
     Example:
         >>> from semdiag.mathematics.score_strips import fixed_mask_rows, heavy_hitter_rows
@@ -139,14 +132,9 @@ def sound_input_margin(masked_map: Bound, full_map: Bound) -> Condition:
 
 def _per_full_dispersion(numerator: Tensor, delta_s: Tensor, gap: Tensor | None, source: str) -> Condition:
     """Divide by δ_s; +inf where an assumption leaves no value."""
-    stated = delta_s > 0
-    dispersed = Assumption(
-        "the full model's dispersion is positive",
-        {"smallest": delta_s.min().item()},
-        holds=bool(stated.all()),
-    )
-    assumptions: tuple[Assumption, ...] = (dispersed,)
+    stated, numbers = delta_s > 0, {"smallest": delta_s.min().item()}
+    assumptions = [Assumption("the full model's dispersion is positive", numbers, holds=bool(stated.all()))]
     if gap is not None:
         stated = stated & (gap > 0)
-        assumptions = (dispersed, positive_separation(gap))
-    return Condition(torch.where(stated, numerator / delta_s, math.inf), 1.0, assumptions, source)
+        assumptions.append(positive_separation(gap))
+    return Condition(torch.where(stated, numerator / delta_s, math.inf), 1.0, tuple(assumptions), source)

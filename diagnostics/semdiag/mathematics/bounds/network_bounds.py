@@ -7,23 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bounds.block_bounds import (
-    Assumption,
-    BlockConstants,
-    Bound,
-    log_input_constant,
-    log_paper_parameter_constants,
-    log_parameter_constants,
-)
-from semdiag.mathematics.spectral_norms import (
-    Real,
-    broadcast,
-    float64,
-    log,
-    log_product,
-    log_root_sum_squares,
-    spectral_norm_upper_bound,
-)
+from semdiag.mathematics.bounds import block_bounds
+from semdiag.mathematics.bounds.block_bounds import Assumption, BlockConstants, Bound, log_input_constant
+from semdiag.mathematics.spectral_norms import Real, broadcast, float64, log, log_product, log_root_sum_squares
+from semdiag.mathematics.spectral_norms import spectral_norm_upper_bound as upper_bound
 
 CROSS_ENTROPY_LIPSCHITZ = math.sqrt(2)  # ‖softmax − one-hot‖₂ ≤ √2
 ONE_PARAMETER_VECTOR = Assumption(
@@ -40,12 +27,11 @@ class Readout:
     head_weight: Real  # ‖Φ‖₂
     pooled_norm: Real  # largest norm of a pooled token
     pooling: Real  # weight of each token in the pooled token: 1/L for the mean, 1 for a CLS token
-    loss: Real = CROSS_ENTROPY_LIPSCHITZ  # Lipschitz constant of the loss in the logits: √2 for cross-entropy
 
     @property
     def log_token_constant(self) -> Tensor:
         """ln of the loss's Lipschitz constant in one token of the last block's output."""
-        return log_product(log(self.loss), log(self.head_weight) + log(self.pooling))
+        return log_product(log(CROSS_ENTROPY_LIPSCHITZ), log(self.head_weight) + log(self.pooling))
 
 
 def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
@@ -90,12 +76,12 @@ def log_parameter_bounds(
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: every tensor and bias, not only W, V, P, R.
     """
-    named = _through_network(blocks, [log_parameter_constants(block) for block in blocks], readout)
+    named = _through_network(blocks, [block_bounds.log_parameter_constants(block) for block in blocks], readout)
     if log_embedding is not None:
         through = [log_input_constant(block) for block in blocks]
         named = {"embedding": log_product(log_embedding, readout.log_token_constant, *through)} | named
-    named["head weight"] = log_product(log(readout.loss), log(readout.pooled_norm))
-    named["head bias"] = log(readout.loss).to(named["head weight"].device)
+    named["head weight"] = log_product(log(CROSS_ENTROPY_LIPSCHITZ), log(readout.pooled_norm))
+    named["head bias"] = log(CROSS_ENTROPY_LIPSCHITZ).to(named["head weight"].device)
     return named
 
 
@@ -106,7 +92,9 @@ def log_paper_parameter_bounds(blocks: Sequence[BlockConstants], readout: Readou
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: none, if the blocks hold the paper's λ_A and λ_W.
     """
-    return _through_network(blocks, [log_paper_parameter_constants(block) for block in blocks], readout)
+    return _through_network(
+        blocks, [block_bounds.log_paper_parameter_constants(block) for block in blocks], readout
+    )
 
 
 def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assumption] = ()) -> Bound:
@@ -132,11 +120,11 @@ def _through_network(
 ) -> dict[str, Tensor]:
     """Propagate each block's parameter constants through the later blocks and the readout."""
     above = readout.log_token_constant
-    per_block: list[dict[str, Tensor]] = []
-    for t in reversed(range(len(blocks))):
-        per_block.append({f"block {t} {name}": log_product(above, value) for name, value in inside[t].items()})
+    found: dict[str, Tensor] = {}
+    for t in reversed(range(len(blocks))):  # first block first
+        found = {f"block {t} {name}": log_product(above, value) for name, value in inside[t].items()} | found
         above = log_product(above, log_input_constant(blocks[t]))
-    return {name: value for constants in reversed(per_block) for name, value in constants.items()}
+    return found
 
 
 _GRAM_STEPS = 4  # overestimates a norm of width 64 by a few per cent, 14% at most
@@ -204,7 +192,7 @@ def attention_reach(at: AttentionAtPoint) -> Tensor:
     back = (at.queries @ at.key_weight).norm(dim=-1)
     as_key = abs(at.scale) * apart * back[..., None]
     own = at.output_weight[:, None] @ covariances(p, at.values, at.keys) @ at.query_weight[:, None]
-    as_query = abs(at.scale) * spectral_norm_upper_bound(own, _GRAM_STEPS)
+    as_query = abs(at.scale) * upper_bound(own, _GRAM_STEPS)
     norms = torch.linalg.matrix_norm(value_map, 2)[:, None, None]
     reach: Tensor = (p * (norms + as_key) + torch.diag_embed(as_query)).sum(0)
     return reach
@@ -271,6 +259,6 @@ def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
     moments = covariances(weights, left, right)
     largest = left.norm(dim=-1).amax(-1) * right.norm(dim=-1).amax(-1)
     norms: Tensor = (moments @ moments.mT).square().sum((-2, -1)).pow(0.25)
-    # Bounds the rounding of the sums over the keys, and of a few further operations.
+    # of the sums over the keys, and of a few further operations
     rounding: Tensor = (16 + weights.shape[-1]) * _EPS * largest[..., None]
     return norms + rounding

@@ -510,36 +510,4 @@ def kernel_rows(
                 weights[head : head + grid[1]] += memory[5].sum(1)
     rows = {"keys": counts[0].long(), "non_finite": counts[1].long(), "top": best, "minimum": floats[1]}
     rows |= {"largest_weight": floats[2], "entropy": floats[3]} | ({"order": order} if top else {})
-    return rows, _loads(scores, length), weights[:, :k_length].unflatten(0, (batch, heads))
-
-
-def _loads(scores: Scores, length: int) -> Tensor:
-    """Return the number of counted queries that may attend to each key, (B, H, Lk) int64."""
-    (batch, heads), k_length, device = scores.q.shape[:2], scores.k.shape[2], scores.q.device
-    allowed, counted = part_of(scores.allowed, _ALL, _ALL), scores.counted()
-    keys = torch.arange(k_length, device=device)
-    if allowed is None and counted is None and scores.causal:
-        return (scores.first_query + length - keys).clamp(0, length).repeat(batch, heads, 1)
-    counted = torch.ones(1, 1, length, 1, dtype=torch.bool, device=device) if counted is None else counted
-    places = torch.arange(length, device=device)[None, None] if scores.places is None else scores.places
-    position = (scores.first_query + places)[..., None]
-    if allowed is None or allowed.shape[2] == 1:
-        if scores.causal:  # the queries whose last key is at least this one
-            shape = *torch.broadcast_shapes(counted.shape, position.shape)[:2], length
-            last = position.clamp(0, k_length - 1)[..., 0].expand(shape)
-            ends = torch.zeros(*shape[:2], k_length, dtype=torch.int64, device=device)
-            ends.scatter_add_(-1, last, (counted & (position >= 0))[..., 0].expand(shape).long())
-            load = ends.flip(-1).cumsum(-1).flip(-1)
-        else:
-            load = counted.sum(2)
-        load = load if allowed is None else allowed[:, :, 0] * load
-        return load.expand(batch, heads, k_length).clone()
-    load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=device)
-    drawn = scores.places is not None
-    size = max(1, _MEMORY // (8 * k_length * batch * (heads if drawn else allowed.shape[1])))
-    for start in range(0, length, size):
-        part = slice(start, start + size)
-        seen = rows_of(allowed, places[:, :, part]) if drawn else allowed[:, :, part]
-        seen = seen & counted[:, :, part]
-        load += (seen & (keys <= position[:, :, part]) if scores.causal else seen).sum(2)
-    return load
+    return rows, scores.loads(), weights[:, :k_length].unflatten(0, (batch, heads))

@@ -13,24 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import attention_calls as hooks
+from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
-from semdiag.capturing.batches import (
-    Batch,
-    checked_real,
-    each,
-    longest,
-    only_token_ids,
-    samples_of,
-    tensors,
-    whole_number,
-    whole_numbers,
-)
+from semdiag.capturing.batches import Batch, checked_real, whole_number, whole_numbers
 from semdiag.capturing.call_strips import largest
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import undone
 from semdiag.mathematics.row_statistics import RowStatistics
+from semdiag.mathematics.score_strips import as_mask
 from semdiag.measuring.calls.collector import (
     KeptScores,
     Layers,
@@ -51,8 +43,6 @@ LARGEST_K = 32
 
 class Calls:
     """Attention calls of a capture, reduced on arrival: nothing of size L × L, no query and no key is kept.
-
-    ``capture(model, scores=True)`` also keeps the scores, for :meth:`scores` and :meth:`weights`.
 
     Every table has the columns call (number in the context), module, layer (in order of first calls), occurrence
     (number of the module's call in one forward pass), sample (row of the batch axis), head, and query or key. If a
@@ -101,9 +91,7 @@ class Calls:
         ``k`` and errors as of :meth:`dispersion`. There is one row per key and k, with the further columns k, load
         and received, Σ_i p_ij over the queries that were looked at (NaN with a k); no row for padded keys.
         """
-        received = self._table(
-            "key", "received", k, lambda s, n: s.received if n is None else s.received * torch.nan
-        )
+        received = self._table("key", "received", k, lambda s, n: s.received * (1 if n is None else torch.nan))
         table = self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
         return table.assign(received=received["received"])
 
@@ -111,25 +99,16 @@ class Calls:
         """Return the entropy −Σ p ln p of the attention weights of every query, in nats; NaN without keys."""
         return self._table("query", "entropy", None, lambda statistics, n: statistics.entropy)
 
-    def scores(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
+    def scores(self, layer: int, head: int | None = None) -> Tensor:
         """Return a layer's scores before its softmax, in nats, from a capture with ``scores=True``.
 
-        Args:
-            layer: number of the layer in the tables.
-            head: number of one head; None means all heads.
-            occurrence: as in the tables, to check it; a layer there is one call of a module in a forward pass.
-
-        Returns:
-            (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Several forward
-            passes are concatenated along the first axis.
-
-        Raises:
-            InputError: if the capture keeps no scores, there is no such call or head, or the forward passes differ
-                in length.
+        (B, H, L, Lk), or (B, L, Lk) for one head; −∞ where a query does not attend to a key. Forward passes are
+        concatenated along the first axis. Layers are numbered as in the tables. An InputError says that no scores
+        are kept, that there is no such call or head, or that the forward passes differ in length.
         """
-        return self._of_kept(layer, head, occurrence, KeptScores.scores)
+        return self._of_kept(layer, head, KeptScores.scores)
 
-    def weights(self, layer: int, head: int | None = None, occurrence: int | None = None) -> Tensor:
+    def weights(self, layer: int, head: int | None = None) -> Tensor:
         """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
         Arguments, shape and errors as of :meth:`scores`. With a learned logit in the denominator (attention
@@ -143,7 +122,7 @@ class Calls:
             >>> calls.weights(layer=0, head=0).shape
             torch.Size([1, 4, 4])
         """
-        return self._of_kept(layer, head, occurrence, KeptScores.weights)
+        return self._of_kept(layer, head, KeptScores.weights)
 
     def received(self) -> pd.DataFrame:
         """Return the weight that each key receives, r_j = Σ_i p_ij over the queries: a part of :meth:`loads`."""
@@ -191,9 +170,7 @@ class Calls:
                     f"Indices of layer {layer} are whole numbers (B, H or 1, L, k), of {(*size[:3], 'k')}, that "
                     f"lie in 0 … {length - 1} or are -1. Got {tuple(chosen.shape)}."
                 )
-            places = chosen.long().where(chosen >= 0, length).expand(*size[:3], -1)
-            mask = torch.zeros(*size[:3], length + 1, dtype=torch.bool).scatter_(3, places, True)[..., :-1]
-            mask &= scores.isfinite()
+            mask = as_mask(chosen.long().expand(*size[:3], -1), length) & scores.isfinite()
             best = largest(scores, mask.sum(-1, keepdim=True))
             attends = scores.isfinite().any(-1).sum((0, 2))
             shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]
@@ -202,16 +179,10 @@ class Calls:
             parts.append(pd.DataFrame({"layer": layer, "head": range(size[1]), **facts}))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
-    def _of_kept(
-        self,
-        layer: int,
-        head: int | None,
-        occurrence: int | None,
-        read: Callable[[KeptScores, int, int | None], Tensor],
-    ) -> Tensor:
+    def _of_kept(self, layer: int, head: int | None, read: Callable[[KeptScores, int], Tensor]) -> Tensor:
         if self._kept is None:
             raise InputError("This capture keeps no scores: use capture(model, scores=True).")
-        matrices = read(self._kept, layer, occurrence)
+        matrices = read(self._kept, layer)
         if head is not None and not 0 <= head < matrices.shape[1]:
             raise InputError(f"head must lie in 0 … {matrices.shape[1] - 1}. Got {head}.")
         return matrices if head is None else matrices[:, head]
@@ -238,13 +209,10 @@ class Calls:
 
         The column ``what`` is ``not captured`` for an operation that looks like attention, else ``remark``.
         """
-        skipped = skipped_table("", self._audit, self._layers.modules).drop(columns="model")
-        remarks = remarks_table("", self._audit).drop(columns=["model", "code", "severity"])
-        remarks = remarks.rename(columns={"text": "reason"})
-        skipped.insert(0, "what", "not captured")
-        remarks.insert(0, "what", "remark")
-        remarks.insert(2, "operation", "")
-        return pd.concat([skipped, remarks], ignore_index=True)
+        skipped = skipped_table("", self._audit, self._layers.modules).assign(what="not captured")
+        remarks = remarks_table("", self._audit).rename(columns={"text": "reason"})
+        both = pd.concat([skipped, remarks.assign(what="remark", operation="")], ignore_index=True)
+        return both[["what", "module", "operation", "reason", "times"]]
 
     @property
     def other_softmaxes(self) -> int:
@@ -252,24 +220,16 @@ class Calls:
         return self._audit.others.total()
 
     def _table(
-        self,
-        position: str,
-        name: str,
-        k: int | Sequence[int] | None,
-        value: Callable[[RowStatistics, int | None], Tensor],
+        self, position: str, name: str, k: int | Sequence[int] | None, value: Callable[[Any, int | None], Tensor]
     ) -> pd.DataFrame:
         ks: tuple[int | None, ...] = (None,) if k is None else whole_numbers(k, "k", 1)
-        wrong = [n for n in ks if n is not None and n > self._k]
-        if wrong:
+        if wrong := [n for n in ks if n is not None and n > self._k]:
             raise ValueError(
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
             )
         self._arrivals.settle()
-        parts = [
-            rows_of_call(reduced, position, name, n, value(reduced.statistics, n))
-            for reduced in self._reduced
-            for n in ks
-        ]
+        each = [(reduced, n) for reduced in self._reduced for n in ks]
+        parts = [rows_of_call(r, position, name, n, value(r.statistics, n)) for r, n in each]
         if parts:
             return pd.concat(parts, ignore_index=True).astype({"k": "Int64"})
         place = ["call", "module", "layer", "occurrence", "sample", "head", position]
@@ -328,7 +288,7 @@ class _Batch(threading.local):
             yield
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.samples = samples_of((*args, *kwargs.values()))
+        self.samples = batching.samples_of((*args, *kwargs.values()))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self.samples = 0
@@ -348,28 +308,21 @@ def capture(
 
     The model's outputs, parameters, mode and gradients are unchanged, and nothing is left behind after the
     context. The capture never stops the model: if it fails itself, :attr:`Calls.audit` says so. Watches may
-    overlap, in threads and in asynchronous tasks: each sees the calls of the thread or task that opened it, and of
-    those without a watch of their own. With dropout in training mode, layers have no residual.
+    overlap, in threads and in asynchronous tasks. With dropout in training mode, layers have no residual.
 
     Args:
         model: any module, unmodified.
         k: the largest k for :meth:`Calls.dispersion` and its like. Each query keeps k + 1 scores.
         queries: number of queries of the first call that are drawn per sample and head; of other calls the same
-            fraction is drawn. None means all. Every query has the same chance, and no score of the others is
-            computed: made for sequences of 100,000 tokens.
+            fraction is drawn. None means all. No score of the others is computed.
         scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`: batch × heads ×
             queries × keys numbers for each call, so for a few texts.
         real: (B, L) bool, false for padded queries. By default it is read from the arguments of each forward pass
-            (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` lists the calls that it does not
-            fit.
+            (``attention_mask``, …). :attr:`Calls.audit` lists the calls that it does not fit.
         seed: random seed for the draws.
 
     Yields:
-        Calls, which fill while the model runs.
-
-    Raises:
-        InputError: unless the model is a module, k and the seed are whole numbers of at least 0, ``queries`` one
-            of at least 2, and ``real`` a tensor with two axes.
+        Calls, which fill while the model runs. Arguments of other kinds are an InputError.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -410,18 +363,19 @@ def longest_call(
     dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
     """Return the largest number of queries, and of keys, in the attention calls on some inputs."""
-    if all(map(only_token_ids, batches)):
+    if all(map(batching.only_token_ids, batches)):
         further = loaded.module.config.extra_tokens if isinstance(loaded.module, Encoder) else 0
-        length = max(map(longest, batches), default=1) + further
+        length = max(map(batching.longest, batches), default=1) + further
         return length, length
     seen = [(1, 1)]
 
     def look(call: AttentionCall) -> None:
         seen.append((call.q.shape[2], call.k.shape[2]))
 
-    batch = max(batches, key=lambda batch: max((t.shape[1:].numel() for t in tensors(batch)), default=0))
-    if not isinstance(batch, tuple | list) and len(tensors(batch)) == 1:  # several may depend on each other
-        batch = next(each(batch, 1))
+    batch = max(batches, key=lambda batch: max((t.shape[1:].numel() for t in batching.tensors(batch)), default=0))
+    alone = len(batching.tensors(batch)) == 1  # several may depend on each other
+    if alone and not isinstance(batch, tuple | list):
+        batch = next(batching.each(batch, 1))
     with running(loaded, look, device, dtype) as run:
         run(batch)
     queries, keys = zip(*seen, strict=True)

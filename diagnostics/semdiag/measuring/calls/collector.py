@@ -20,7 +20,7 @@ from semdiag.capturing.batches import whole_number
 from semdiag.mathematics.paper_stability import top_recall
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
-from semdiag.mathematics.score_strips import rows_of
+from semdiag.mathematics.score_strips import as_mask, rows_of
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, Tensors, counted_rows
 from semdiag.measuring.calls.residual import residual_numbers
 from semdiag.measuring.probe import SKETCHES, KeptRows
@@ -106,13 +106,12 @@ class Layers:
     def table(self, model: str) -> pd.DataFrame:
         """Return the table ``calls`` of :class:`~semdiag.measuring.measurements.Measurements`."""
         shared = ("mechanism", "heads", "key_heads", "width", "calls", *RESIDUALS)
-        rows = [
+        return CALLS.of_rows(
             {"model": model, "layer": place.number, "module": module, "occurrence": occurrence}
             | {"mask": joint_kind(place.kinds)}
             | {name: getattr(place, name) for name in shared}
             for (module, occurrence), place in self._places.items()
-        ]
-        return CALLS.of_rows(rows)
+        )
 
 
 def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
@@ -126,8 +125,8 @@ def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
 
 def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
     """Return the table ``remarks``: what readers should know about the captured attention."""
-    rows = [{"model": model, **remark.to_dict(), "times": times} for remark, times in audit.remarks.items()]
-    return REMARKS.of_rows(rows)
+    remarks = audit.remarks.items()
+    return REMARKS.of_rows({"model": model, **remark.to_dict(), "times": times} for remark, times in remarks)
 
 
 _TIE = 8 * torch.finfo(torch.float64).eps  # times |scale|·‖q‖·‖k‖: the rounding of a dot product, with a margin
@@ -170,7 +169,7 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
     selected = allowed if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
     lowest = scores.masked_fill(~selected, torch.inf).amin(-1)
     highest = scores.masked_fill(~selected, -torch.inf).amax(-1)
-    passed_over = scores.masked_fill(~(allowed & ~selected), -torch.inf).amax(-1)
+    passed_over = scores.masked_fill(~allowed | selected, -torch.inf).amax(-1)
     counted = selected.any(-1)
     gap = torch.where(counted, lowest - passed_over, torch.inf)
     longest_key = call.k.double().norm(dim=-1).amax(-1, keepdim=True)
@@ -184,12 +183,6 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
         dispersion=torch.where(counted, highest - lowest, 0.0),
         separation=torch.where(gap.abs() <= rounding, 0.0, gap),
     )
-
-
-def as_mask(selected: Tensor, length: int) -> Tensor:
-    """Convert key positions (B, H, L, K), -1 for none, to a mask (B, H, L, length)."""
-    mask = torch.zeros(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
-    return mask.scatter(-1, selected.where(selected >= 0, length), True)[..., :-1]
 
 
 DRAWN = "queries were drawn:"  # start of a remark about them
@@ -257,7 +250,6 @@ class KeptScores:
     def __init__(self) -> None:
         self._scores: dict[int, list[Tensor]] = {}
         self._sinks: dict[int, Tensor | None] = {}
-        self._occurrences: dict[int, int] = {}
 
     def add(self, call: AttentionCall, layer: int) -> None:
         """Keep the scores of a call whose padded queries are marked."""
@@ -268,41 +260,33 @@ class KeptScores:
         seen = call.counted[..., None]
         seen = seen if call.allowed is None else seen & call.allowed
         seen = seen if call.selected is None else seen & as_mask(call.selected, scores.shape[-1])
-        self._occurrences[layer] = call.occurrence
         self._scores.setdefault(layer, []).append(scores.masked_fill(~seen, -torch.inf).cpu())
         self._sinks[layer] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
 
-    def scores(self, layer: int, occurrence: int | None = None) -> Tensor:
+    def scores(self, layer: int) -> Tensor:
         """Return scores (B, H, L, Lk), −∞ where a query does not attend; forward passes are joined along B."""
-        own = self._occurrences.get(layer)
-        if own is None:
-            layers = (
-                f"layers 0 to {max(self._scores)}" if self._scores else "none: run the model inside the context"
-            )
+        if layer not in self._scores:
+            last = max(self._scores, default=None)
+            layers = "none: run the model inside the context" if last is None else f"layers 0 to {last}"
             raise InputError(f"There are no scores of layer {layer}. Kept: {layers}.")
-        if occurrence not in (None, own):
-            raise InputError(f"Layer {layer} is occurrence {own} of its module. Got {occurrence}.")
         parts = self._scores[layer]
-        shapes = {part.shape[1:] for part in parts}
-        if len(shapes) > 1:
+        if len({part.shape[1:] for part in parts}) > 1:
             raise InputError(
                 f"The forward passes of layer {layer} differ in length, so their scores do not fit one tensor: "
                 "capture one forward pass at a time."
             )
         return torch.cat(parts)
 
-    def weights(self, layer: int, occurrence: int | None = None) -> Tensor:
+    def weights(self, layer: int) -> Tensor:
         """Return the softmax of :meth:`scores`, the sink's logit in the denominator; 0 in rows without keys."""
-        scores = self.scores(layer, occurrence)
+        scores = self.scores(layer)
         total = scores.logsumexp(-1, keepdim=True)
-        sinks = self._sinks[layer]
-        if sinks is not None:
+        if (sinks := self._sinks[layer]) is not None:
             total = torch.logaddexp(total, sinks[:, None, None])
         return torch.where(torch.isfinite(scores), (scores - total).exp(), 0.0)
 
 
 def _rows_per_sample(rows: int, samples: int) -> int:
-    """Return the number of consecutive rows that count as one sample."""
     return rows // samples if samples and rows % samples == 0 else 1
 
 
@@ -360,13 +344,7 @@ class Collector:
     """Consumes calls and makes the tables of one model's measurements."""
 
     def __init__(
-        self,
-        model: str,
-        k: Sequence[int],
-        draws: QueryDraws,
-        wanted: int | None = None,
-        min_keys: int = 1,
-        max_queries: int = MAX_QUERIES,
+        self, model: str, k: Sequence[int], draws: QueryDraws, wanted: int | None, min_keys: int, max_queries: int
     ) -> None:
         self.model, self.k, self.draws, self.wanted = model, k, draws, wanted
         self._min_keys = min_keys
@@ -430,12 +408,11 @@ class Collector:
         return torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64)
 
     def _receive(self, layer: int, samples: NDArray[np.int32], here: Tensors) -> None:
-        """Keep what has arrived of a call."""
         queries, some, bad = (here.pop(name) for name in ("queries", "some", "bad"))
         places, some_keys, sums = here.pop("places", None), here.pop("some_keys"), here.pop("heads")
         loads = {name: _flat(here.pop(name), np.int32) for name in [*here] if name.startswith("load")}
         loads["received"] = _flat(here.pop("received"))
-        columns = self._places(samples, queries, layer, "query")
+        columns = _places(samples, queries, layer, "query")
         if places is not None:
             stratum = columns["query"] // PER_STRATUM
             columns |= {"query": _flat(places, np.int32), "stratum": stratum}
@@ -443,41 +420,29 @@ class Collector:
         self.counted[layer] += int(queries.sum())
         self._queries.add(_where(columns, some))
         if bool(bad.any()):
-            columns = self._places(samples, bad[..., None], layer, "query") | {"scores": _flat(bad)}
+            columns = _places(samples, bad[..., None], layer, "query") | {"scores": _flat(bad)}
             del columns["query"]
             self._non_finite.append(_where(columns, bad > 0))
-        self._loads.add(_where(self._places(samples, some_keys, layer, "key") | loads, some_keys))
+        self._loads.add(_where(_places(samples, some_keys, layer, "key") | loads, some_keys))
         known = self._heads.get(layer, sums.new_zeros(len(sums), 0))
         heads = max(known.shape[1], sums.shape[1])  # calls of one layer may differ in their number of heads
         known, sums = (pad(x, (0, heads - x.shape[1])) for x in (known, sums))
         self._heads[layer] = known + sums
 
-    def _places(
-        self, samples: NDArray[np.int32], values: Tensor, layer: int, position: str
-    ) -> dict[str, np.ndarray]:
-        """Return sample, layer, head and position of each entry of (B, H, L), flattened."""
-        index, head, where = (axis.ravel() for axis in np.indices(values.shape, dtype=np.int32))
-        sample = samples[index]
-        return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
-
     def tables(self, ks: Sequence[int]) -> dict[str, pd.DataFrame]:
         """Return the tables by name; of the counterfactual numbers only ``ks``."""
         left_out = tuple(f"_k{k}" for k in self.k if k not in ks)
         sketched = [*self._queries.sketched(), *self._loads.sketched()]
+        sketched = [{"model": self.model, **row} for row in sketched if not row["quantity"].endswith(left_out)]
         tables = {
             "queries": self._table(self._queries.parts, ()),
             "loads": self._table(self._loads.parts, ()),
             "heads": self._head_table(),
             "non_finite": self._table(self._non_finite, ("sample", "layer", "head", "scores")),
             "calls": self.layers.table(self.model),
-            "sketches": SKETCHES.of_rows(
-                {"model": self.model, **row} for row in sketched if not row["quantity"].endswith(left_out)
-            ),
+            "sketches": SKETCHES.of_rows(sketched),
         }
-        return {
-            name: table.drop(columns=[column for column in table if str(column).endswith(left_out)])
-            for name, table in tables.items()
-        }
+        return {n: x[[name for name in x if not str(name).endswith(left_out)]] for n, x in tables.items()}
 
     @property
     def share_kept(self) -> float:
@@ -492,17 +457,21 @@ class Collector:
             for layer, sums in sorted(self._heads.items())
             for head, (queries, *totals) in enumerate(sums.T.tolist())
         ]
-        further = {name: pd.Series([row[name] for row in rows], dtype="float64") for name in names[2:]}
+        further = {name: np.array([row[name] for row in rows], np.float64) for name in names[2:]}
         return HEADS.of_rows(rows).assign(**further)
 
     def _table(self, parts: list[dict[str, np.ndarray]], empty: Sequence[str]) -> pd.DataFrame:
-        names = list(parts[0]) if parts else list(empty)
-        columns = {
-            name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64)
-            for name in names
-        }
-        rows = len(columns["sample"])
-        return pd.DataFrame({"model": pd.Series(self.model, index=range(rows), dtype="str"), **columns})
+        parts = parts or [dict.fromkeys(empty, np.zeros(0, np.int64))]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        index = range(len(columns["sample"]))
+        return pd.DataFrame({"model": pd.Series(self.model, index=index, dtype="str"), **columns})
+
+
+def _places(samples: NDArray[np.int32], values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
+    """Return sample, layer, head and position of each entry of (B, H, L), flattened."""
+    index, head, where = (axis.ravel() for axis in np.indices(values.shape, dtype=np.int32))
+    sample = samples[index]
+    return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
 
 
 def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:

@@ -27,8 +27,7 @@ class CountedRows:
     queries: Tensor  # (B, H, R) bool, false for padded queries
     attending: Tensor  # (B, H, R) bool, queries that count and keep a key, so that they have a softmax
     places: Tensor | None = None  # (B, H, R) int64, positions of the queries, -1 for none
-    # value of :attr:`keys`, if the call is a part that lacks queries of the whole; else None
-    real_keys: Tensor | None = None
+    real_keys: Tensor | None = None  # :attr:`keys`, if the call is a part that lacks queries of the whole
 
     @cached_property
     def keys(self) -> Tensor:
@@ -114,21 +113,10 @@ def counted_rows(
     call: AttentionCall, top: int = 0, places: Tensor | None = None, received: bool = False
 ) -> CountedRows:
     """Reduce an attention call to the statistics of its rows."""
+    masks = call.allowed, call.selected, call.queries
+    further = {name: getattr(call, name) for name in ("bias", "softcap", "sinks", "causal", "first_query")}
     statistics = row_statistics(
-        call.q,
-        call.k,
-        call.scale,
-        call.allowed,
-        call.selected,
-        call.queries,
-        top,
-        bias=call.bias,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        causal=call.causal,
-        first_query=call.first_query,
-        places=places,
-        received=received,
+        call.q, call.k, call.scale, *masks, top, places=places, received=received, **further
     )
     counted = call.counted if places is None else (places >= 0) & call.counted.gather(2, places.clamp(min=0))
     return CountedRows(call, statistics, counted, counted & (statistics.kept > 0), places)

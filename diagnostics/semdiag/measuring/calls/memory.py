@@ -64,12 +64,11 @@ def demand(
     ids = all(isinstance(b, Tensor | Mapping) and batching.only_token_ids(b) for b in batches)
     if not (loaded.external and ids and batches) or max(map(batching.longest, batches)) < _LONG:
         return None
-    calls: list[tuple[str, int, int, int]] = []
+    first, calls = max(batches, key=batching.longest), list[tuple[int, int, int]]()
 
     def look(call: AttentionCall) -> None:
-        calls.append((call.mechanism, call.q.shape[1], call.q.shape[3], call.layer))
+        calls.append((call.layer, call.q.shape[1], call.q.shape[3]))
 
-    first = max(batches, key=batching.longest)
     with running(loaded, look, device, dtype) as run:
         run(shortened(first, _SHORT))
     with in_evaluation(loaded, device, dtype) as (module, place, kind):
@@ -81,20 +80,20 @@ def demand(
         seconds = time.perf_counter() - start
     if not calls:
         return None
-    _, heads, width, _ = calls[0]
+    _, heads, width = calls[0]
     implementation = getattr(getattr(loaded.module, "config", None), "_attn_implementation", "")
     return Demand(
-        len({layer for *_, layer in calls}), heads, heads * width, logits.shape[-1] if known else 0,
+        len({layer for layer, *_ in calls}), heads, heads * width, logits.shape[-1] if known else 0,
         torch.finfo(kind).bits // 8, implementation == "eager",
         sum(p.numel() for p in loaded.module.parameters()), seconds,
     )  # fmt: skip
 
 
-def shortened(batch: Batch, length: int, samples: int = 1) -> Batch:
-    """Return the first samples of token ids, cut to a length."""
+def shortened(batch: Batch, length: int) -> Batch:
+    """Return the first sample of token ids, cut to a length."""
     if isinstance(batch, Tensor):
-        return batch[:samples, :length]
-    return {n: x[:samples, :length] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in dict(batch).items()}
+        return batch[:1, :length]
+    return {n: x[:1, :length] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in dict(batch).items()}
 
 
 def fitting_batch(
@@ -120,7 +119,7 @@ def fitting_batch(
     minutes = f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     text = f"{whole} samples of up to {length:,} tokens{passes} take about {minutes} and "
     text += _amount(wanted.bytes(size, length, k, masks))
-    return size, text + (f", {size} of {most} samples at a time" if size < most else "")
+    return size, text + f", {size} of {most} samples at a time" * (size < most)
 
 
 def _amount(size: float) -> str:

@@ -4,6 +4,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import broken_parts
 from semdiag.capturing.recording import undone
+from semdiag.measuring.calls import monitor_heads
 from semdiag.measuring.calls.counted_rows import Arrivals, Tensors
 from semdiag.measuring.calls.monitor_alarms import (
     Alarm,
@@ -30,19 +32,6 @@ from semdiag.measuring.calls.monitor_alarms import (
     rules_of,
     summary_of,
     warn,
-)
-from semdiag.measuring.calls.monitor_heads import (
-    Look,
-    Ranks,
-    Reduction,
-    columns,
-    describe,
-    describe_heads,
-    head_columns,
-    looked_at,
-    quantities,
-    sampled_rows,
-    scalars,
 )
 from semdiag_models import InputError
 
@@ -61,9 +50,9 @@ class _Outputs:
         self._k, self._log, self._tensorboard = k, log, tensorboard
         self._folder = isinstance(tensorboard, Path | str)  # else the writer is the user's
         self._writer: Any = None
-        self.layers = MonitorLog(path, columns(k), first_step)
+        self.layers = MonitorLog(path, monitor_heads.columns(k), first_step)
         beside = None if path is None else path.with_name(f"{path.stem}-heads{path.suffix}")
-        self.heads = MonitorLog(beside, head_columns(k), None)
+        self.heads = MonitorLog(beside, monitor_heads.head_columns(k), None)
 
     def open(self) -> None:
         """Open the files and the writer."""
@@ -83,7 +72,7 @@ class _Outputs:
         """Keep and send the rows of a step; report failures to ``faults`` and go on."""
         if self._writer is not None or self._log is not None:
             with faults.reporting():
-                numbers = scalars(heads, self._k)
+                numbers = monitor_heads.scalars(heads, self._k)
                 for name, value in numbers.items() if self._writer is not None else ():
                     self._writer.add_scalar(name, value, step)
                 if self._log is not None:
@@ -118,48 +107,28 @@ class _Looking:
         self.parts: dict[str, str] = {}
         self.seen: bool | None = None  # whether attention was seen; None if it cannot look
         self.arrivals = Arrivals(polls=False)
-        self.thread: threading.Thread | None = None
-        self._failed: Exception | None = None
+        self.described: Future[None] | None = None  # in a thread; None where all numbers came from the CPU
 
     def follow(self) -> None:
-        """Describe what is still on its way, in a thread; nothing is where all numbers came from the CPU."""
+        """Describe what is still on its way."""
         if len(self.arrivals):
-            self.thread = threading.Thread(target=self._settle, daemon=True)
-            self.thread.start()
-
-    def _settle(self) -> None:
-        try:
-            self.arrivals.settle()
-        except Exception as error:
-            self._failed = error
-
-    @property
-    def arrived(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return self.thread is None or not self.thread.is_alive()
-
-    def wait(self) -> Exception | None:
-        """Wait for all numbers; return the error in describing them, if there was one."""
-        if self.thread is not None:
-            self.thread.join()
-        return self._failed
+            threads = ThreadPoolExecutor(1)
+            self.described = threads.submit(self.arrivals.settle)
+            threads.shutdown(wait=False)
 
 
 class Monitor:
     """Monitors dispersion, separation, stability and entropy of a model's attention during training.
 
     At every ``every``-th forward call in training mode, it scores a few query rows of each attention call: 8 (or
-    ``queries``) random queries of 4 random samples, all heads. At other calls it does nothing. Outputs, gradients
-    and random numbers equal those of training without a monitor, to the last bit. It never stops training: if it
-    fails, even on a full disk, it warns. It also warns, once, if it cannot see some attention, which then has no
-    rows. With gradient accumulation, there are more forward calls than optimiser steps.
+    ``queries``) random queries of 4 random samples, all heads. Outputs, gradients and random numbers equal those
+    of training without a monitor, to the last bit. It never stops training: if it fails, even on a full disk, or
+    cannot see some attention, it warns.
 
     For compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls of
-    looks then run uncompiled, with other rounding (about 1e-7); the others run compiled. Hooks of a module inside
-    a compiled one are compiled with it and cannot look.
-
-    Several threads may train the model: a look belongs to the thread that began it, and other threads' forward
-    calls meanwhile are only counted. Under torch.distributed, every rank starts a monitor.
+    looks then run uncompiled, with other rounding (about 1e-7). Several threads may train the model: a look
+    belongs to the thread that began it, and other threads' forward calls meanwhile are only counted. Under
+    torch.distributed, every rank starts a monitor.
 
     Two tables grow. ``table`` has one row per step, attention layer and occurrence of the layer in that step:
     ``step, layer, module, occurrence, rows`` (scored queries that are not padding), and medians over these rows of
@@ -168,8 +137,8 @@ class Monitor:
     also ``dispersion_kK``, ``separation_kK``, ``weight_kept_kK`` as if the K largest scores were kept.
     ``heads`` has one row per head of each of these: extremes over the same rows, defined in
     :func:`~semdiag.measuring.calls.monitor_heads.describe_heads`, and the rules that it crosses (``alarm``).
-    Extremes are over the ``rows`` that were looked at; with ``rows="all"``, over every row. On a GPU no step waits
-    for a look: its numbers arrive meanwhile, and it is written, and alarms, in a later forward call or at the end.
+    On a GPU no step waits for a look: its numbers arrive meanwhile, and it is written, and alarms, in a later
+    forward call or at the end.
 
     Args:
         model: module whose forward calls are counted; an encoder of semdiag_models or any transformer that
@@ -177,7 +146,7 @@ class Monitor:
         every: number of forward calls in training mode from one look to the next; the first call is looked at.
         k: number of heavy hitters for the counterfactual columns, or several numbers.
         path: ``.csv`` or ``.parquet`` file to which rows are appended; an existing one is continued. Rows of heads
-            go to ``NAME-heads`` beside it. The monitor locks both until it stops.
+            go to ``NAME-heads`` beside it.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
         log: function of a dictionary of numbers and the step, like ``wandb.log``. Keys are
             ``attention/layer_3/head_5/max_logit`` and, over the heads of a layer,
@@ -201,9 +170,8 @@ class Monitor:
 
     Raises:
         InputError: if an argument is invalid, no row can ever cross a rule, the file cannot be written or
-            continued or is locked by another monitor, TensorBoard is not installed, or (on start) the model has no
-            attention that can be watched or was compiled in place, or another rank has no monitor or one with
-            other arguments.
+            continued, TensorBoard is not installed, or (on start) the model has no attention that can be watched
+            or was compiled in place, or another rank has no monitor or one with other arguments.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -253,7 +221,7 @@ class Monitor:
         self._accumulation, self._micro = whole_number(accumulation, "accumulation", 1), 0
         self.step = self._first_step = whole_number(first_step, "first_step", 0)
         self.seconds = 0.0
-        self._ranks, self._reduction = Ranks(ranks), Reduction()
+        self._ranks, self._reduction = monitor_heads.Ranks(ranks), monitor_heads.Reduction()
         self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0) + self._ranks.rank)
         if self._ranks.rank:  # only rank 0 writes
             path = tensorboard = log = None
@@ -285,7 +253,7 @@ class Monitor:
     def summary(self) -> str:
         """Return every alarm, and the extremes of the last look, as plain text."""
         self._catch_up()
-        return summary_of(self._last, self.alarms, quantities(self.k))
+        return summary_of(self._last, self.alarms, monitor_heads.quantities(self.k))
 
     def begin_step(self, step: int) -> None:
         """Set the step that the next forward call belongs to, if the training loop knows better."""
@@ -323,11 +291,9 @@ class Monitor:
             self._leave()
         never = {rule.quantity for rule in self._watch.rules} - self._watch.met
         if begun and self._last and never and reports:
-            names = ", ".join(sorted(never))
-            warn(f"No row had a value of {names}: these alarms watched nothing.")
+            warn(f"No row had a value of {', '.join(sorted(never))}: these alarms watched nothing.")
         if unseen:
-            mode = "The monitor saw no forward call in training mode (model.train())."
-            warn(f"{mode} {_COMPILED}")
+            warn(f"The monitor saw no forward call in training mode (model.train()). {_COMPILED}")
 
     def _leave(self) -> None:
         with undone(self._undo):
@@ -360,13 +326,11 @@ class Monitor:
             _warn_while_compiling()
             return
         self._forwards.add(threading.get_ident())
-        if model.training:
-            self._begin(model, args, kwargs)
-
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not model.training:
+            return
         if (behind := self._behind) is not None:
             again = not self._micro and self.step % self.every == 0
-            if again or self._ranks.joined or behind.arrived:
+            if again or self._ranks.joined or behind.described is None or behind.described.done():
                 self._catch_up()
         own = threading.current_thread()
         with self._turn:
@@ -381,9 +345,8 @@ class Monitor:
             now = self._now = _Looking(step)
             with self._faults.reporting(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
-                watch = watch_attention(
-                    model, lambda call: self._reduce(call, now), inside=(*args, *kwargs.values())
-                )
+                inside = *args, *kwargs.values()
+                watch = watch_attention(model, lambda call: self._reduce(call, now), inside=inside)
                 now.audit = look.enter_context(watch)
                 self._look, now.seen = look.pop_all(), False
 
@@ -400,7 +363,7 @@ class Monitor:
             self._now.parts = dict(self._ranks.parts)
             self._now.follow()
             self._behind = self._now
-            if self._now.thread is None:
+            if self._now.described is None:
                 self._catch_up()
         elif step is not None:  # the forward pass raised an exception
             self._ranks.fail(step)
@@ -429,26 +392,27 @@ class Monitor:
             self._faults.name_remarks(audit)  # of masks that could not be matched
             self._ranks.part(self.model, call.module)
             place = {"step": look.step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
-            rows = sampled_rows(call, self.k, self._generator, self._queries)
+            rows = monitor_heads.sampled_rows(call, self.k, self._generator, self._queries)
 
             def receive(seen: Tensors) -> None:
-                look.rows.append(place | describe(seen, self.k))
-                look.heads += [place | row for row in describe_heads(seen, self.k, self._watch.logit)]
+                look.rows.append(place | monitor_heads.describe(seen, self.k))
+                of_heads = monitor_heads.describe_heads(seen, self.k, self._watch.logit)
+                look.heads += [place | row for row in of_heads]
 
-            look.arrivals.send(looked_at(rows), receive)
+            look.arrivals.send(monitor_heads.looked_at(rows), receive)
         self.seconds += time.perf_counter() - start
 
     def _finish(self, look: _Looking) -> list[Alarm]:
         start = time.perf_counter()
         self._faults.begin()
-        failed = look.wait()
-        own = Look(look.step, look.rows, look.heads, look.parts)
+        failed = None if look.described is None else look.described.exception()  # waits
+        own = monitor_heads.Look(look.step, look.rows, look.heads, look.parts)
         rows, heads = self._reduction(self._ranks.together(own))  # all ranks take part, whatever each of them saw
         if look.seen is False:
             self._faults.warn_once("no attention", f"No attention was captured in step {look.step}.")
         if look.seen is not None:
             self._faults.name_missed(look.audit)
-            self._faults.name_private(look.audit)
+            self._faults.name_remarks(look.audit, "private-part")
         self._last = heads or self._last
         alarms = self._watch.look(heads)
         self.alarms += alarms
@@ -461,7 +425,6 @@ class Monitor:
         return alarms
 
     def _report_alarms(self, alarms: list[Alarm]) -> None:
-        """Report alarms in the user's way."""
         if callable(self._on_alarm):
             for alarm in alarms:
                 self._on_alarm(alarm)

@@ -2,11 +2,10 @@
 
 import math
 import os
-import re
 import sys
 import traceback
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,14 +17,14 @@ import pandas as pd
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.pretrained import first_line
 from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_columns, head_key, quantities_among
-from semdiag.measuring.table import csv_text, from_csv_text, read_parquet, with_new_names
+from semdiag.measuring.table import csv_text, from_csv_text, read_parquet
 from semdiag.measuring.words import counted
 from semdiag_models import InputError
 from semdiag_models.reading import RunLock, open_file, visible
 
 WARNING, SEVERE = "WARNING", "SEVERE"
 ABOVE, BELOW = "above", "below"
-CHANGES = {"halves": 0.5, "doubles": 2.0}
+CHANGES = "halves", "doubles"
 _SPELLINGS = (
     '50, (0.05, "below"), (50, 100) for a warning and a severe alarm, (0.5, 0.05, "below"), ("halves", 500): '
     'within 500 steps, or ("doubles", 500, 0.5): to a value above 0.5'
@@ -36,32 +35,19 @@ _SPELLINGS = (
 class Alarm:
     """First crossing of a threshold by a head's quantity.
 
-    ``str(alarm)`` gives the attributes as ``name=value`` pairs, separated by spaces.
-
-    Attributes:
-        step: number of the step of the look.
-        layer: position of the attention layer.
-        head: position of the head.
-        quantity: a column of the monitor's table of heads.
-        value: value of the quantity.
-        band: ``WARNING`` or ``SEVERE``.
-        rule: what was crossed: ``above 50``, ``below 0.05``, ``doubles above 0.5
-            within 500``.
-        occurrence: which call of the layer in that step.
-
     Example:
         >>> print(Alarm(400, 3, 5, "max_logit", 61.25, "SEVERE", "above 50"))
         alarm band=SEVERE step=400 layer=3 head=5 quantity=max_logit value=61.25 rule="above 50"
     """
 
     step: int
-    layer: int
+    layer: int  # position of the attention layer
     head: int
-    quantity: str
-    value: float
-    band: str
-    rule: str
-    occurrence: int = 0
+    quantity: str  # a column of the monitor's table of heads
+    value: float  # value of the quantity
+    band: str  # ``WARNING`` or ``SEVERE``
+    rule: str  # what was crossed: ``above 50``, ``below 0.05``, ``doubles above 0.5 within 500``
+    occurrence: int = 0  # which call of the layer in that step
 
     def __str__(self) -> str:
         place = f"step={self.step} layer={self.layer} head={self.head}"
@@ -94,18 +80,16 @@ class Rule:
             return f"{self.side} {self.threshold:g}"
         return f"{self.side} above {self.floor:g} within {self.threshold:g}"
 
-    def crossed(self, value: float, earlier: Iterable[tuple[int, float]]) -> bool:
-        """Return whether a value crosses the rule."""
+    def crossed(self, value: float, earlier: Iterable[float]) -> bool:
+        """Return whether a value crosses the rule, after earlier values within the steps of a change."""
         if self.side == ABOVE:
             return value > self.threshold
         if self.side == BELOW:
             return value < self.threshold
-        before = [old for _, old in earlier if old > 0]
-        if not before:
-            return False
+        before = [old for old in earlier if old > 0]
         if self.side == "halves":
-            return value < max(before) / 2 and max(before) > self.floor
-        return value > 2 * min(before) and value > self.floor
+            return value < max(before, default=0) / 2 and max(before, default=0) > self.floor
+        return value > 2 * min(before, default=math.inf) and value > self.floor
 
 
 def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> list[Rule]:
@@ -137,12 +121,11 @@ def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Ru
 
 
 def _change(quantity: str, side: str, steps: Any, every: int, floor: Any, high: float) -> Rule:
-    """Read the rule for a change within some steps."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < every:
         raise InputError(
             f"alarm: {quantity} is looked at every {every} steps; what {side} within {steps!r} is missed."
         )
-    if not isinstance(floor, int | float) or isinstance(floor, bool) or not 0 <= floor < high:
+    if not _is_number(floor) or not 0 <= floor < high:
         raise InputError(
             f"alarm: the floor of a change of {quantity} must be a number of at least 0 and below {high:g}. "
             f"Got {floor!r}."
@@ -150,18 +133,19 @@ def _change(quantity: str, side: str, steps: Any, every: int, floor: Any, high: 
     return Rule(quantity, WARNING, side, steps, float(floor))
 
 
-def _thresholds(quantity: str, setting: Any, parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+def _thresholds(quantity: str, setting: Any, parts: tuple[Any, ...]) -> tuple[str, list[Any]]:
     """Read one or two numbers, optionally followed by the side on which they are crossed."""
-    side = parts[-1] if parts[-1] in (ABOVE, BELOW) and isinstance(parts[-1], str) else ABOVE
-    numbers = parts[:-1] if isinstance(parts[-1], str) else parts
-    legal = 1 <= len(numbers) <= 2 and all(
-        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in numbers
-    )
-    if not legal or (isinstance(parts[-1], str) and parts[-1] not in (ABOVE, BELOW)):
+    *numbers, side = parts if isinstance(parts[-1], str) else (*parts, ABOVE)
+    legal = len(numbers) in (1, 2) and side in (ABOVE, BELOW)
+    if not legal or not all(_is_number(x) and math.isfinite(x) for x in numbers):
         raise InputError(f"alarm: a rule must look like {_SPELLINGS}. Got {quantity}: {setting!r}.")
     if len(numbers) == 2 and not (numbers[0] < numbers[1] if side == ABOVE else numbers[0] > numbers[1]):
         raise InputError(f"alarm: the warning must come before the severe threshold. Got {quantity}: {setting!r}.")
     return side, numbers
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 @dataclass
@@ -171,7 +155,7 @@ class Watch:
     rules: Sequence[Rule]  # severe ones first
     # quantity, band, side, layer, occurrence and head of every alarm so far
     crossed: set[tuple[Any, ...]] = field(default_factory=set)
-    # values of earlier steps that a change compares with, by quantity, layer, occurrence and head
+    # steps and values that a change compares with, by rule, layer, occurrence and head
     history: dict[tuple[Any, ...], deque[tuple[int, float]]] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)  # quantities with a value in some row
 
@@ -185,14 +169,19 @@ class Watch:
         """Return the new alarms in the rows of one step."""
         alarms = []
         for row in rows:
-            place = row["layer"], row["occurrence"], row["head"]
+            step, place = row["step"], (row["layer"], row["occurrence"], row["head"])
             bands: dict[str, str] = {}
             for rule in self.rules:
-                value = row[rule.quantity]
-                if math.isnan(value):
+                if math.isnan(value := row[rule.quantity]):
                     continue
                 self.met.add(rule.quantity)
-                if not rule.crossed(value, self._earlier(rule, place, row["step"])):
+                earlier = self.history.setdefault((rule, *place), deque())
+                while earlier and step - earlier[0][0] > rule.threshold:
+                    earlier.popleft()
+                crossed = rule.crossed(value, [old for _, old in earlier])
+                if rule.side in CHANGES:
+                    earlier.append((step, value))
+                if not crossed:
                     continue
                 bands.setdefault(rule.quantity, rule.band)
                 # a severe alarm says what the warning of the same head would
@@ -200,28 +189,9 @@ class Watch:
                 if not marks <= self.crossed:
                     self.crossed |= marks
                     layer, occurrence, head = place
-                    alarms.append(
-                        Alarm(row["step"], layer, head, rule.quantity, value, rule.band, rule.text, occurrence)
-                    )
+                    alarms.append(Alarm(step, layer, head, rule.quantity, value, rule.band, rule.text, occurrence))
             row["alarm"] = " ".join(f"{quantity}:{band}" for quantity, band in bands.items())
-            self._remember(row, place)
         return sorted(alarms, key=lambda alarm: alarm.band != SEVERE)
-
-    def _earlier(self, rule: Rule, place: tuple[Any, ...], step: int) -> list[tuple[int, float]]:
-        known = self.history.get((rule.quantity, *place), ())
-        return [(at, value) for at, value in known if step - at <= rule.threshold]
-
-    def _remember(self, row: dict[str, Any], place: tuple[Any, ...]) -> None:
-        longest: dict[str, float] = {}
-        for rule in self.rules:
-            if rule.side in CHANGES:
-                longest[rule.quantity] = max(rule.threshold, longest.get(rule.quantity, 0))
-        for quantity, steps in longest.items():
-            if not math.isnan(row[quantity]):
-                known = self.history.setdefault((quantity, *place), deque())
-                known.append((row["step"], row[quantity]))
-                while row["step"] - known[0][0] > steps:
-                    known.popleft()
 
 
 def extremes_of(heads: pd.DataFrame) -> list[str]:
@@ -235,16 +205,14 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
     lines += _ends(rows, quantities_among(heads.columns), lambda row: f"{head_key(row)}, step {row['step']}")
     crossed: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        for alarm in row["alarm"].split() if isinstance(row["alarm"], str) else ():
-            quantity = alarm.removesuffix(f":{SEVERE}")
-            if quantity != alarm:  # a severe head has crossed the threshold of the warning, too
-                crossed.setdefault(f"{quantity}:{WARNING}", []).append(row)
-            crossed.setdefault(alarm, []).append(row)
+        for alarm in row["alarm"].split():
+            # a severe head has crossed the threshold of the warning, too
+            for name in dict.fromkeys((alarm.replace(SEVERE, WARNING), alarm)):
+                crossed.setdefault(name, []).append(row)
     alarms = []
     for alarm, own in crossed.items():
-        place = f"step {own[0]['step']}, {head_key(own[0])}"
         number = counted(len({head_key(row) for row in own}), "head")
-        alarms.append(f"alarm {alarm}: {number}, first at {place}")
+        alarms.append(f"alarm {alarm}: {number}, first at step {own[0]['step']}, {head_key(own[0])}")
     return [*(alarms or ["no alarm"]), *lines]
 
 
@@ -325,15 +293,12 @@ class Faults:
             fault = f"{type(error).__name__} {frame.f_code.co_filename}:{line}"
             self.warn_once(fault, f"The monitor of a training: {failure(error)}.")
 
-    def name_remarks(self, audit: Audit) -> None:
-        """Warn of each remark on a call once."""
+    def name_remarks(self, audit: Audit, code: str = "") -> None:
+        """Warn of each remark once, or of those with a code."""
         for remark in audit.remarks.keys() - self._noted:
-            self._noted.add(remark)
-            warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.")
-
-    def name_private(self, audit: Audit) -> None:
-        """Warn once of each private part of torch that changed."""
-        self.name_remarks(Audit(remarks=Counter(r for r in audit.remarks if r.code == "private-part")))
+            if code in ("", remark.code):
+                self._noted.add(remark)
+                warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.")
 
     def name_missed(self, audit: Audit) -> None:
         """Warn once of attention without rows, with the reason."""
@@ -341,12 +306,12 @@ class Faults:
         for seen in audit.skipped.keys() - self._noted:
             self._noted.add(seen)
             missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
-        if missed:
-            texts = []
-            for why, modules in sorted(missed.items()):
-                more = len(modules) - _NAMED
-                names = ", ".join(sorted(modules)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-                texts.append(f"{names} ({why})")
+        texts = []
+        for why, modules in sorted(missed.items()):
+            more = len(modules) - _NAMED
+            names = ", ".join(sorted(modules)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+            texts.append(f"{names} ({why})")
+        if texts:
             warn(f"The monitor cannot see all attention: it has no rows for {'; '.join(texts)}.")
 
     def warn_once(self, fault: str, text: str) -> None:
@@ -478,9 +443,6 @@ def _append(path: Path, table: pd.DataFrame) -> None:
             raise
 
 
-_OLDER = {r"mass(_k\d+)": r"weight_kept\1", "first_key": "first_weight"}  # columns of the version before
-
-
 def _read(path: Path, columns: list[str]) -> pd.DataFrame:
     torn = 0
     try:
@@ -496,7 +458,6 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
             table = read_parquet(path)
     except (OSError, ValueError, OverflowError) as error:  # pandas 3.0 reads no whole number of 400 digits
         raise InputError(f"{path} cannot be continued ({first_line(error)}). Name a new file.") from None
-    table = with_new_names(table, _OLDER)
     if list(table) != columns:
         raise InputError(
             f"{path} cannot be continued: its columns are {', '.join(map(str, table))[:200]}, "
@@ -521,14 +482,12 @@ def read_heads(path: Path) -> pd.DataFrame:
                 table = from_csv_text(file.read())
         else:
             table = read_parquet(heads)
-        table = with_new_names(table, _OLDER)
         if missing := [name for name in head_columns(()) if name not in table]:
             raise InputError(f"{heads} is not a monitor's table of heads: it lacks the column {missing[0]}.")
         places = ["step", "layer", "head", "occurrence"]
         numbers = [*places, *quantities_among(map(str, table))]
         table[numbers] = table[numbers].apply(pd.to_numeric)
-        alarms = [alarm if isinstance(alarm, str) else "" for alarm in table["alarm"]]
-        table["alarm"] = [re.sub(r"\bfirst_key:", "first_weight:", alarm) for alarm in alarms]
+        table["alarm"] = [alarm if isinstance(alarm, str) else "" for alarm in table["alarm"]]
         whole = dict.fromkeys(places, "int64") | dict.fromkeys(numbers[len(places) :], "float64")
         return table.dropna(subset=places).astype(whole)
     except InputError:

@@ -134,7 +134,6 @@ class Ranks:
 
 
 def _several() -> bool:
-    """Return whether there are other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -151,15 +150,10 @@ def _why(error: Exception) -> str:
 def _fingerprint(model: nn.Module, name: str) -> str:
     """Return a text that is equal in ranks with the same weights of a module, and almost never in others."""
     modules = {known.replace("_orig_mod", "").strip("."): module for known, module in model.named_modules()}
-    digest = hashlib.sha256()
-    while True:  # a module without weights takes those around it
-        seen = _weights(modules[name]) if name in modules else []
-        if seen or not name:
-            break
-        name = name.rpartition(".")[0]
-    for weight in seen:
-        digest.update(repr(weight.tolist()).encode())  # numpy() would keep FSDP from freeing the weight
-    return digest.hexdigest()[:16]
+    while not (seen := _weights(modules[name]) if name in modules else []) and name:
+        name = name.rpartition(".")[0]  # a module without weights takes those around it
+    # numpy() would keep FSDP from freeing the weights
+    return hashlib.sha256("".join(repr(weight.tolist()) for weight in seen).encode()).hexdigest()[:16]
 
 
 def _weights(module: nn.Module) -> list[torch.Tensor]:
@@ -176,9 +170,8 @@ def _weights(module: nn.Module) -> list[torch.Tensor]:
             if len(values):  # training may have freed some
                 samples.append(values[:: max(1, len(values) // 16)][:16])
         # Inner modules that FSDP wraps separately are freed again when attention runs.
-        left += [
-            inner for inner in each.children() if not isinstance(inner, FSDPModule | FullyShardedDataParallel)
-        ]
+        wrapped = FSDPModule, FullyShardedDataParallel
+        left += [inner for inner in each.children() if not isinstance(inner, wrapped)]
     return samples
 
 
@@ -363,17 +356,15 @@ class Reduction:
     def _numbered(self, look: Look) -> list[dict[str, Any]]:
         """Return a rank's rows of heads, numbered after those of other parts of the same module."""
         count: dict[tuple[str, str], int] = {}
-        for row in look.heads:
-            key = row["module"], look.parts.get(row["module"], "")
-            count[key] = max(count.get(key, 0), row["head"] + 1)
+        places = [(row["module"], look.parts.get(row["module"], "")) for row in look.heads]
+        for row, at in zip(look.heads, places, strict=True):
+            count[at] = max(count.get(at, 0), row["head"] + 1)
+        before = self._heads_before
         for (module, part), heads in count.items():
-            if (module, part) not in self._heads_before:
-                self._heads_before[module, part] = self._heads_before.get((module, "all"), 0)
-                self._heads_before[module, "all"] = self._heads_before[module, part] + heads
-        return [
-            row | {"head": row["head"] + self._heads_before[row["module"], look.parts.get(row["module"], "")]}
-            for row in look.heads
-        ]
+            if (module, part) not in before:
+                before[module, part] = before.get((module, "all"), 0)
+                before[module, "all"] = before[module, part] + heads
+        return [row | {"head": row["head"] + before[at]} for row, at in zip(look.heads, places, strict=True)]
 
 
 def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any]]:
@@ -408,7 +399,7 @@ _SAMPLES = 4  # samples looked at per attention call: score rows = samples × qu
 def columns(k: Sequence[int]) -> list[str]:
     """Return the column names of a monitor's table."""
     own = ["step", "layer", "module", "occurrence", "rows", "keys", "dispersion", "separation", "xi", "entropy"]
-    return own + [f"{name}_k{value}" for value in k for name in ("dispersion", "separation", "weight_kept")]
+    return own + quantities(k)[len(LIMITS) :]
 
 
 def sampled_rows(

@@ -10,6 +10,7 @@ from semdiag.capturing.adapters.torch_functions import CORE_MECHANISM as MECHANI
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.provenance.softmaxes import MECHANISM as BY_HAND
 from semdiag.mathematics.planes import unraveled
+from semdiag.mathematics.score_strips import as_mask
 
 _CHECKED_ROWS = 32  # number of random rows, over all samples, heads and queries
 _LEAST_ROWS = 8  # of calls so long that more would take much memory or time
@@ -39,11 +40,10 @@ def residual_numbers(call: AttentionCall, generator: torch.Generator) -> Tensor:
     shape, numbers, there = call.q.shape[:3], call.k.shape[2] * call.k.shape[3], call.q.device.type != "cpu"
     rows = math.prod(shape)
     checked = max(_LEAST_ROWS, min(_CHECKED_ROWS, (_MOST if there else _MOST_HERE) // numbers))
-    drawn = (
-        torch.randperm(rows, generator=generator)[:checked]
-        if rows <= (2**12 if there else 2**20)
-        else torch.randint(rows, (checked,), generator=generator)
-    )
+    if rows <= (2**12 if there else 2**20):
+        drawn = torch.randperm(rows, generator=generator)[:checked]
+    else:
+        drawn = torch.randint(rows, (checked,), generator=generator)
     size = checked if there else max(1, _CACHED // numbers)
     parts = [_deviations(call, unraveled(part, shape, call.q.device)) for part in drawn.split(size)]  # type: ignore[no-untyped-call]
     deviation, bound, mixed, some = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -61,8 +61,7 @@ def _deviations(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor,
     keep, some = _keys_of(call, index)
     recomputed = _attend(call, index, keep)
     mixed = call.mixed[index].to(recomputed.again.dtype)
-    bound = _rounding(call, recomputed, mixed)
-    each = (recomputed.again - mixed).abs(), bound, mixed
+    each = (recomputed.again - mixed).abs(), _rounding(call, recomputed, mixed), mixed
     deviation, bound, mixed = (x.masked_fill(~some[:, None], 0) for x in each)
     return deviation, bound, mixed, some
 
@@ -97,7 +96,6 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum values (r, n, Dv) with weights (r, n): (r, Dv)."""
     return (weights[:, None] @ values)[:, 0]
 
 
@@ -156,14 +154,11 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Ro
     if bias is not None:
         scores = scores + bias
     if call.selected is not None:
-        chosen = call.selected[index]
-        mask = torch.zeros(len(keep), full[3] + 1, dtype=torch.bool, device=keep.device)
-        keep = keep & mask.scatter(-1, chosen.where(chosen >= 0, full[3]), True)[:, :-1]
+        keep = keep & as_mask(call.selected[index], full[3])
     masked = scores.masked_fill(~keep, torch.finfo(dtype).min)
     if call.sinks is not None:
-        weights = torch.cat([masked, call.sinks.to(dtype)[head][:, None]], -1).softmax(-1)[..., :-1]
-    else:
-        weights = masked.softmax(-1)
+        masked = torch.cat([masked, call.sinks.to(dtype)[head][:, None]], -1)
+    weights = masked.softmax(-1)[:, : full[3]]
     weights, values = weights * keep, call.v[sample, shared].to(dtype)
     again = _weighted(weights, values)
     return _Rows(again, weights, scores.masked_fill(~keep, 0), products, values, bias)

@@ -52,6 +52,7 @@ _GROUPED = (
     ": its experts are one grouped matrix product, which does not support float64; "
     'model.set_experts_implementation("eager") multiplies them one by one'
 )
+_NO_ROOM = ("not enough memory", "out of memory", "can't allocate memory")
 
 
 class NoRoomError(InputError):
@@ -60,16 +61,12 @@ class NoRoomError(InputError):
 
 def no_room(path: str, batch: Batch, error: BaseException) -> NoRoomError | None:
     """Return the error that a batch does not fit in memory, if that is what an exception says; else None."""
-    text = str(error)
-    said = isinstance(error, RuntimeError) and any(words in text for words in _NO_ROOM)
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
     if not (said or isinstance(error, MemoryError | torch.OutOfMemoryError)):
         return None
     samples, length = batching.samples_of(batch), batching.longest(batch)
     what = f"a batch of {samples} with {length:,} tokens" if samples > 1 else f"{length:,} tokens"
     return NoRoomError(f"{path}: {what} do not fit in memory. Cut texts with --max-length {max(1, length // 2)}.")
-
-
-_NO_ROOM = ("not enough memory", "out of memory", "can't allocate memory")
 
 
 class Run:
@@ -96,25 +93,21 @@ class Run:
         if self._queries is not None:
             self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
         self._samples, self._batch = self._samples + size, size
-        if not self._loaded.external:
-            try:
-                return self.module(batch)
-            except Exception as error:
-                if (full := no_room(self._loaded.path, batch, error)) is not None:
-                    raise full from None
-                raise
         numbers = RandomNumbers(self.device)
         try:
-            batching.call(self.module, batch)
+            if not self._loaded.external:
+                return self.module(batch)
+            output = batching.call(self.module, batch)
         except InputError:
             raise
         except Exception as error:  # models raise anything
             if (full := no_room(self._loaded.path, batch, error)) is not None:
                 raise full from None
-            if error is self._failure:  # raised by our consumer
+            if error is self._failure or not self._loaded.external:  # raised by our consumer, or by our model
                 raise
             reason = " ".join(str(error).split())[:200]
             pair = isinstance(batch, tuple | list) and len(batch) > 1
+            labels = " Labels that are no argument of the model go to labels=." * pair
             if self.dtype == torch.float64:
                 grouped = "grouped_mm" in "".join(traceback.format_tb(error.__traceback__))
                 raise NotAvailableError(
@@ -124,15 +117,13 @@ class Run:
             raise InputError(
                 f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {reason}). It is "
                 "called with a batch's tensor, with a dictionary's entries by name, or with a tuple's; for a "
-                "model that takes a dictionary as one argument, use [(dictionary,)]."
-                + " Labels that are no argument of the model go to labels=."
-                * pair
+                f"model that takes a dictionary as one argument, use [(dictionary,)].{labels}"
             ) from error
         if not self.drew and numbers.drawn:
             self.drew = True
             remark = f"{DRAWS}: another run on the same inputs has other scores"
             self.audit.remarks[Remark("", remark, "random-forward")] += 1
-        return None
+        return output
 
     def alike(self) -> None:
         """Refuse a model that draws random numbers, so that copies of an input in one batch differ."""
@@ -207,8 +198,7 @@ def unnamed(module: LoadedModel | nn.Module) -> LoadedModel:
         raise InputError(
             f"A model is a torch.nn.Module or what semdiag.load returns. Got {type(module).__name__}."
         )
-    source = "python" if isinstance(module, Encoder) else "module"
-    return LoadedModel("model", "", module, source, "unknown")
+    return LoadedModel("model", "", module, "python" if isinstance(module, Encoder) else "module", "unknown")
 
 
 def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -236,25 +226,20 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype | None) -> list[tuple
     names = ["_keep_in_fp32_modules_strict"] * (dtype in (torch.bfloat16, torch.float16))
     names += ["_keep_in_fp32_modules"] * (dtype == torch.float16)
     named = {kept for part in module.modules() for name in names for kept in getattr(part, name, None) or ()}
-    pattern = re.compile("|".join(sorted(named))) if named else None
+    pattern = re.compile("|".join(sorted(named)) or "(?!)")  # without names it matches nothing
     return [
         (held, name)
         for place, part in module.named_modules()
         for held in (part._parameters, part._buffers)
         for name, values in held.items()
-        if pattern and values is not None and values.is_floating_point() and pattern.search(f"{place}.{name}")
+        if values is not None and values.is_floating_point() and pattern.search(f"{place}.{name}")
     ]
 
 
 def _frequencies(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Return the places of rotary frequencies in transformers' modules."""
-    parts = (part for part in module.modules() if type(part).__module__.startswith("transformers."))
-    return [
-        (part._buffers, name)
-        for part in parts
-        for name, x in part._buffers.items()
-        if name.endswith("inv_freq") and x is not None
-    ]
+    held = [part._buffers for part in module.modules() if type(part).__module__.startswith("transformers.")]
+    return [(x, name) for x in held for name in x if name.endswith("inv_freq") and x[name] is not None]
 
 
 def converted(module: nn.Module, dtype: torch.dtype) -> bool:

@@ -108,9 +108,6 @@ def tiles(
 ) -> pd.DataFrame:
     """Ask, of a model that runs as it is, what engines' choices of blocks for tiles of queries keep.
 
-    Beside the weight that a choice keeps stand that of the exact choice of as many blocks (the difference is due
-    to the estimate), and that of the k largest keys of each query (the rest is due to blocks and tiles).
-
     Args:
         model: any module, or what :func:`semdiag.load` returns.
         batches: its inputs, as of :func:`semdiag.measure`.
@@ -120,10 +117,8 @@ def tiles(
         batch_size: samples at a time.
 
     Returns:
-        One row per kind, k, layer and head: see ``semdiag.measuring.calls.tile_weights.TILES``.
-
-    Raises:
-        InputError: if a kind is unknown, a tile is larger than the text, or an estimate returns something else.
+        One row per kind, k, layer and head: see ``semdiag.measuring.calls.tile_weights.TILES``. An unknown kind, a
+        tile that is larger than the text, and an estimate that returns something else are an InputError.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import BOUNDED, HEAVY_HITTERS
 from semdiag.capturing.attention_calls import BlockCall, watch_blocks
+from semdiag.mathematics.bounds import network_bounds
 from semdiag.mathematics.bounds.attention_bounds import (
     HeadNorms,
     paper_attention_map_bound,
@@ -24,20 +25,6 @@ from semdiag.mathematics.bounds.block_bounds import (
     merged,
     normalisation_lipschitz,
     query_norm,
-)
-from semdiag.mathematics.bounds.network_bounds import (
-    CROSS_ENTROPY_LIPSCHITZ,
-    ONE_PARAMETER_VECTOR,
-    AttentionAtPoint,
-    Readout,
-    attention_columns,
-    attention_reach,
-    covariance_norms,
-    log_embedding_constant,
-    log_paper_parameter_bounds,
-    log_parameter_bounds,
-    loss_residual,
-    network_bound,
 )
 from semdiag.mathematics.spectral_norms import log, log_root_sum_squares, spectral_norm, spectral_norm_upper_bound
 from semdiag.measuring.calls.collector import scored_rows
@@ -75,21 +62,19 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     blocks = [_block(encoder, layer, traces) for layer in range(len(traces.layers))]
     head = spectral_norm(encoder.head.weight.detach())
     shares = torch.ones(()) if encoder.config.cls_tokens else 1 / traces.tokens.double()
-    readout = Readout(head, traces.pooled_norm, shares)
-    embedding = log_embedding_constant(traces.counts, embedding_scale(encoder))
-    whole = Readout(head, traces.pooled_norm.max(), shares.min())
-    paper_blocks = [b.paper for b in blocks]
-    own = log_paper_parameter_bounds(paper_blocks, whole)
-    carried = log_parameter_bounds(paper_blocks, whole)
-    sound_blocks = [b.sound for b in blocks]
-    by_tensor = log_parameter_bounds(sound_blocks, readout, embedding)
-    sound = network_bound(by_tensor, merged(b.assumptions for b in sound_blocks))
+    readout = network_bounds.Readout(head, traces.pooled_norm, shares)
+    embedding = network_bounds.log_embedding_constant(traces.counts, embedding_scale(encoder))
+    whole = network_bounds.Readout(head, traces.pooled_norm.max(), shares.min())
+    sound_blocks, paper_blocks = [b.sound for b in blocks], [b.paper for b in blocks]
+    own = network_bounds.log_paper_parameter_bounds(paper_blocks, whole)
+    by_tensor = network_bounds.log_parameter_bounds(sound_blocks, readout, embedding)
+    sound = network_bounds.network_bound(by_tensor, merged(b.assumptions for b in sound_blocks))
     return NetworkForms(
         blocks=blocks,
         log_sound={name: value.max() for name, value in by_tensor.items()},
-        log_paper=carried | own,
+        log_paper=network_bounds.log_parameter_bounds(paper_blocks, whole) | own,
         sound=replace(sound, log_value=sound.log_value.max()),
-        paper=network_bound(own, merged(b.assumptions for b in paper_blocks)),
+        paper=network_bounds.network_bound(own, merged(b.assumptions for b in paper_blocks)),
         infinite={name: int((value == math.inf).sum()) for name, value in by_tensor.items()},
         each=sound.log_value,
     )
@@ -97,11 +82,16 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
 
 def _block(encoder: Encoder, layer: int, traces: InputTraces) -> BlockForms:
     weights, trace = block_weights(encoder, layer), traces.layers[layer]
-    norms = [_normalisation(std) for std in (trace.attention_std, trace.mlp_std)]
-    slope = ACTIVATION_LIPSCHITZ.get(encoder.config.activation, math.inf)
+    norms = [normalisation_lipschitz(std[:, None]) for std in (trace.attention_std, trace.mlp_std)]
     sound = BlockConstants(
         attention=_attention(weights, trace),
-        mlp=_mlp(weights, slope, trace.mlp_token_norm, trace.hidden_norm),
+        mlp=MlpConstants(
+            weight_in=spectral_norm(weights.mlp_in),
+            weight_out=spectral_norm(weights.mlp_out),
+            activation=ACTIVATION_LIPSCHITZ.get(encoder.config.activation, math.inf),
+            token_norm=trace.mlp_token_norm,
+            hidden_norm=trace.hidden_norm,
+        ),
         tokens=traces.tokens,
         attention_norm=norms[0],
         mlp_norm=norms[1],
@@ -127,21 +117,11 @@ def _attention(weights: BlockWeights, trace: LayerTrace) -> AttentionConstants:
     )
 
 
-def _mlp(weights: BlockWeights, slope: float, token_norm: Tensor, hidden_norm: Tensor) -> MlpConstants:
-    return MlpConstants(
-        weight_in=spectral_norm(weights.mlp_in),
-        weight_out=spectral_norm(weights.mlp_out),
-        activation=slope,
-        token_norm=token_norm,
-        hidden_norm=hidden_norm,
-    )
-
-
 def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: BlockConstants) -> BlockConstants:
     """Return the paper's λ_A and λ_W from the largest norms, dispersion and load and the smallest separation."""
     k, heavy = encoder.config.keys_kept, encoder.config.attention in HEAVY_HITTERS
     xi = trace.token_norm.max()
-    norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi, query_bias=True))
+    norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi))
     delta = trace.dispersion.amax(0)
     gap = trace.separation.amin(0) if heavy else None
     beta = torch.ones_like(delta) if k is None else trace.load.amax(0).double() / k
@@ -157,28 +137,23 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
         value_bias=torch.zeros_like(delta),
         token_norm=xi,
     )
-    slope = sound.mlp.activation
-    return BlockConstants(
+    # of the paper's assumptions those that fail; that of the separation is listed already
+    unmet = [a for a in log_map.assumptions if not a.holds and "separation" not in a.statement]
+    if sound.pre_norm:
+        post_norm = "blocks normalise their outputs (post-norm), as in the paper's equations"
+        unmet.append(Assumption(post_norm, {}, holds=False))
+    if k != encoder.config.k:
+        kept = {"ordinary queries": float(k or 0), "global ones": tokens}
+        unmet.append(Assumption("every query keeps the same number of keys", kept, holds=False))
+    return replace(
+        sound,
         attention=attention,
-        mlp=_mlp(weights, slope, trace.mlp_token_norm.max(), trace.hidden_norm.max()),
+        mlp=replace(sound.mlp, token_norm=trace.mlp_token_norm.max(), hidden_norm=trace.hidden_norm.max()),
         tokens=tokens,
         attention_norm=torch.as_tensor(sound.attention_norm).max(),
         mlp_norm=torch.as_tensor(sound.mlp_norm).max(),
-        pre_norm=sound.pre_norm,
-        # of the paper's assumptions those that fail; that of the separation is listed already
-        assumptions=(
-            *sound.assumptions,
-            *(a for a in log_map.assumptions if not a.holds and "separation" not in a.statement),
-            *_papers_own(encoder, tokens),
-        ),
+        assumptions=(*sound.assumptions, *unmet),
     )
-
-
-def _normalisation(std: Tensor) -> Tensor:
-    """Return λ_LN of each sample; +inf if a token's entries are all equal and eps is 0."""
-    constant = ~(std > 0)
-    lipschitz = normalisation_lipschitz(torch.where(constant, 1.0, std)[:, None])
-    return torch.where(constant, math.inf, lipschitz)
 
 
 def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
@@ -186,7 +161,7 @@ def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
     kind, activation = encoder.config.attention, encoder.config.activation
     bad = int(trace.not_finite.sum())
     checks = [
-        ONE_PARAMETER_VECTOR,
+        network_bounds.ONE_PARAMETER_VECTOR,
         Assumption("every score is finite", {"rows that are not": bad}, holds=bad == 0),
         Assumption(f"a bound is known for {kind} attention", {}, holds=kind in BOUNDED),
         Assumption(f"the slope of {activation} is known", {}, holds=activation in ACTIVATION_LIPSCHITZ),
@@ -208,23 +183,11 @@ def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
     return tuple(checks)
 
 
-def _papers_own(encoder: Encoder, tokens: float) -> tuple[Assumption, ...]:
-    """Return the further assumptions of the paper's form that this encoder does not meet."""
-    config, unmet = encoder.config, []
-    if config.norm != "post":
-        post_norm = "blocks normalise their outputs (post-norm), as in the paper's equations"
-        unmet.append(Assumption(post_norm, {}, holds=False))
-    if config.keys_kept != config.k:
-        kept = {"ordinary queries": float(config.keys_kept or 0), "global ones": tokens}
-        unmet.append(Assumption("every query keeps the same number of keys", kept, holds=False))
-    return tuple(unmet)
-
-
 @dataclass(frozen=True, eq=False)
 class BlockAtPoint:
     """One block at one input, with its L tokens that are not padding."""
 
-    attention: AttentionAtPoint  # attention at this input
+    attention: network_bounds.AttentionAtPoint  # attention at this input
     tokens: Tensor  # (L, d), the attention's input
     mlp_tokens: Tensor  # (L, d), the MLP's input
     hidden: Tensor  # (L, mlp width), input of the MLP's second matrix
@@ -238,22 +201,24 @@ class BlockAtPoint:
     @property
     def after_attention(self) -> Tensor:
         """(L, d, d), derivative of each output token in what attention adds to the residual stream."""
-        first, second = self.norm_jacobians
+        first, second = self.norm_jacobians.unbind()
         eye = torch.eye(first.shape[-1]).to(first)
         mlp = self.weights.mlp_out * self.slopes[:, None] @ self.weights.mlp_in  # W_R diag(σ') W_P of each token
         return eye + mlp @ second if self.pre_norm else second @ (eye + mlp) @ first
 
     @property
-    def norm_jacobians(self) -> tuple[Tensor, Tensor]:
-        """Derivatives of the two normalisations at each token, (L, d, d)."""
-        first, second = (_norm_jacobians(x, eps) for x, eps in zip(self.streams, self.eps, strict=True))
-        return first, second
+    def norm_jacobians(self) -> Tensor:
+        """(2, L, d, d) derivatives of the two parameter-free normalisations, (P − c cᵀ/(d s²))/s, c centred."""
+        centred, std = self.streams - self.streams.mean(-1, keepdim=True), self.stds[..., None, None]
+        width = centred.shape[-1]
+        project = torch.eye(width).to(centred) - 1 / width
+        outer: Tensor = centred[..., :, None] * centred[..., None, :]
+        return (project - outer / (width * std.square())) / std
 
     @property
-    def stds(self) -> tuple[Tensor, Tensor]:
-        """(L,) sqrt(var + eps) of each token before the two normalisations."""
-        first, second = (token_std(x, eps) for x, eps in zip(self.streams, self.eps, strict=True))
-        return first, second
+    def stds(self) -> Tensor:
+        """(2, L) sqrt(var + eps) of each token before the two normalisations."""
+        return torch.stack([token_std(x, eps) for x, eps in zip(self.streams, self.eps, strict=True)])
 
 
 def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) -> list[BlockAtPoint]:
@@ -271,7 +236,7 @@ def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) ->
         kept = torch.arange(p.shape[-1], device=p.device) if valid is None else valid[sample].nonzero()[:, 0]
         blocks.append(
             BlockAtPoint(
-                attention=AttentionAtPoint(
+                attention=network_bounds.AttentionAtPoint(
                     weights=p[sample][:, kept][:, :, kept],
                     queries=attention.q[sample][:, kept],
                     keys=attention.k[sample][:, kept],
@@ -302,7 +267,7 @@ def log_point_constant(at: BlockAtPoint) -> float:
         return -math.inf
     first, second = at.stds
     mlp = spectral_norm(at.weights.mlp_in) * spectral_norm(at.weights.mlp_out) * at.activation
-    reach = attention_reach(at.attention)
+    reach = network_bounds.attention_reach(at.attention)
     if at.pre_norm:
         passed = 1 + mlp / second
         return float((passed + passed @ reach / first).max().log())
@@ -319,7 +284,7 @@ def log_exact_constant(at: BlockAtPoint) -> float:
     tokens = range(len(first))
 
     def column(token: int) -> Tensor:
-        moved = attention_columns(at.attention, token)
+        moved = network_bounds.attention_columns(at.attention, token)
         moved = moved @ first[token] if at.pre_norm else moved
         moved[token] += eye
         return after @ moved
@@ -331,14 +296,6 @@ def log_exact_constant(at: BlockAtPoint) -> float:
             break
         largest = torch.maximum(largest.to(reach), torch.linalg.matrix_norm(column(token), 2).sum())
     return float(largest.log())
-
-
-def _norm_jacobians(x: Tensor, eps: float) -> Tensor:
-    """Return derivatives of a parameter-free normalisation, (P − c cᵀ/(d s²))/s with c centred, (L, d, d)."""
-    centred, std = x - x.mean(-1, keepdim=True), token_std(x, eps)[:, None, None]
-    width = x.shape[-1]
-    project = torch.eye(width).to(x) - 1 / width
-    return (project - centred[:, :, None] * centred[:, None] / (width * std.square())) / std
 
 
 _SCORES = 2**20  # largest number of scores in one pass (or one sample's)
@@ -353,7 +310,6 @@ class LocalBounds:
 
     tensors: dict[str, float]  # bounds by name, as in :func:`~semdiag.measuring.encoders.weights.named_tensors`
     network: float  # bound for all parameters together
-    any_residual: float  # the same with the largest possible residual, √2, for every input
 
 
 def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> LocalBounds:
@@ -366,32 +322,27 @@ def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> Loc
     for start in range(0, len(tokens), per_pass):
         part = slice(start, start + per_pass)
         for sample, (logits, pooled, inside) in enumerate(_propagate_back(encoder, tokens[part])):
-            residual = worst = torch.full_like(largest, CROSS_ENTROPY_LIPSCHITZ)
-            pooled_gradient = worst * largest
+            residual = torch.full_like(largest, network_bounds.CROSS_ENTROPY_LIPSCHITZ)
+            pooled_gradient = residual * largest
             if labels is not None:
-                gradient = loss_residual(logits, labels[start + sample])
-                residual = (gradient.norm() + _ROUNDING).clamp(max=CROSS_ENTROPY_LIPSCHITZ)
+                gradient = network_bounds.loss_residual(logits, labels[start + sample])
+                residual = (gradient.norm() + _ROUNDING).clamp(max=network_bounds.CROSS_ENTROPY_LIPSCHITZ)
                 pooled_gradient = (gradient @ head).norm() + _ROUNDING * largest
-            ends = {"head.weight": pooled.norm(), "head.bias": torch.ones_like(largest)}
-            for name, value in ends.items():
-                sums.setdefault(name, []).append(value * torch.stack([residual, worst]))
-            for name, value in inside.items():
-                sums.setdefault(name, []).append(value * torch.stack([pooled_gradient, worst * largest]))
+            found = {"head.weight": pooled.norm() * residual, "head.bias": residual}
+            for name, value in (found | {name: value * pooled_gradient for name, value in inside.items()}).items():
+                sums.setdefault(name, []).append(value)
     means = {name: torch.stack(values).mean(0) for name, values in sums.items()}
-    known, unknown = log_root_sum_squares(log(torch.stack(list(means.values()))), dim=0).tolist()
-    return LocalBounds({name: float(log(value[0])) for name, value in means.items()}, known, unknown)
+    network = float(log_root_sum_squares(log(torch.stack(list(means.values()))), dim=0))
+    return LocalBounds({name: float(log(value)) for name, value in means.items()}, network)
 
 
 def _propagate_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensors]]:
     """Yield each input's logits, pooled token, and gradient bound of each tensor, per gradient norm there."""
     calls: list[BlockCall] = []
     seen: list[Tensor] = []
-    handle = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
-    try:
-        with torch.no_grad(), watch_blocks(encoder, calls.append):
-            encoder(tokens)
-    finally:
-        handle.remove()
+    hook = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
+    with hook, torch.no_grad(), watch_blocks(encoder, calls.append):
+        encoder(tokens)
     valid, ids = encoder.valid(tokens), encoder.sequence(tokens)
     blocks = [blocks_at_points(encoder, call, valid) for call in calls]
     for sample, (pooled, logits) in enumerate(zip(*seen, strict=True)):
@@ -419,7 +370,7 @@ def _through_block(at: BlockAtPoint, gradients: Tensor) -> tuple[Tensors, Tensor
     mapped = attention.values @ attention.output_weight.mT
     inputs = at.tokens.expand(len(mapped), -1, -1)
     as_query, as_key = (
-        abs(attention.scale) * covariance_norms(attention.weights, x, mapped) * attended
+        abs(attention.scale) * network_bounds.covariance_norms(attention.weights, x, mapped) * attended
         for x in (attention.keys, inputs)
     )
     sizes, out = at.tokens.norm(dim=-1), at.weights.whole_output
@@ -437,5 +388,5 @@ def _through_block(at: BlockAtPoint, gradients: Tensor) -> tuple[Tensors, Tensor
         "contract.weight": (mlp * at.hidden.norm(dim=-1)).sum(),
         "contract.bias": mlp.sum(),
     }
-    reached = attended @ attention_reach(attention)
+    reached = attended @ network_bounds.attention_reach(attention)
     return bounds, attended + (reached / first if at.pre_norm else reached)

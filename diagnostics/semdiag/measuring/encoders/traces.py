@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,8 +29,7 @@ class LayerTrace:
     """Quantities of the evaluated inputs in one block: one entry per sample (and head), without padding."""
 
     token_norm: Tensor  # (N,) Ξ, largest norm at the attention's input
-    # (N,) largest |scale|·‖q‖·‖k‖, a bound of the scores to which their rounding is proportional
-    score_reach: Tensor
+    score_reach: Tensor  # (N,) largest |scale|·‖q‖·‖k‖, a bound of the scores and so of their rounding
     attention_std: Tensor  # (N,) smallest sqrt(var + eps) that the first normalisation sees
     mlp_std: Tensor  # (N,) the same for the second normalisation
     mlp_token_norm: Tensor  # (N,) Ξ_P, largest norm at the MLP's input
@@ -60,14 +59,11 @@ def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
     tracer = _Tracer(encoder)
     length = tokens.shape[1] + encoder.config.extra_tokens
     per_pass = max(1, _SCORES // (encoder.config.heads * length**2))
-    handle = encoder.head.register_forward_hook(tracer.pool)
-    try:
-        with torch.inference_mode(), watch_blocks(encoder, tracer.add):
-            for batch in torch.split(tokens, per_pass):
-                tracer.start(batch)
-                encoder(batch)
-    finally:
-        handle.remove()
+    pool = encoder.head.register_forward_hook(tracer.pool)
+    with pool, torch.inference_mode(), watch_blocks(encoder, tracer.add):
+        for batch in torch.split(tokens, per_pass):
+            tracer.start(batch)
+            encoder(batch)
     return tracer.result()
 
 
@@ -77,8 +73,7 @@ class _Tracer:
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.kind = encoder, encoder.config.attention
         self.weights = [block_weights(encoder, layer) for layer in range(len(encoder.blocks))]
-        self.gammas = [w.gamma for w in self.weights]
-        self.upsilons = [w.upsilon for w in self.weights]
+        self.norms = [(w.gamma, w.upsilon) for w in self.weights]
         self.layers: list[list[dict[str, Tensor]]] = [[] for _ in self.weights]
         self.whole: dict[str, list[Tensor]] = {"tokens": [], "counts": [], "pooled_norm": [], "logits": []}
         self.valid = torch.ones(0, dtype=torch.bool)
@@ -86,7 +81,7 @@ class _Tracer:
     def start(self, batch: Tensor) -> None:
         valid, whole = self.encoder.valid(batch), self.encoder.sequence(batch)
         self.valid = torch.ones_like(whole, dtype=torch.bool) if valid is None else valid
-        ids = torch.nn.functional.one_hot(whole, self.encoder.embedding.num_embeddings)
+        ids = F.one_hot(whole, self.encoder.embedding.num_embeddings)
         self.whole["tokens"].append(self.valid.sum(-1))
         self.whole["counts"].append((ids * self.valid[..., None]).sum(1))
 
@@ -129,25 +124,19 @@ class _Tracer:
             nothing = torch.full_like(statistics["dispersion"], math.inf)
             return statistics | dict.fromkeys(("log_map", "log_form"), nothing)
         xi = token_norm[:, None]
-        norms = HeadNorms(self.gammas[layer], self.upsilons[layer], xi, query_norm(xi, query_bias=True))
+        norms = HeadNorms(*self.norms[layer], xi, query_norm(xi))
         united = constants  # over the union of two masks, which doubles a token's sums for heavy hitters
         if self.kind in HEAVY_HITTERS:
             double = math.log(2)
             united = replace(united, log_weight=united.log_weight + double, log_xi=united.log_xi + double)
-        bounds = {
-            "log_map": attention_map_bound(united, rows.selected, norms),
-            "log_form": bilinear_form_bound(constants, norms),
-        }
-        return statistics | {
-            name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()
-        }
+        bounds = attention_map_bound(united, rows.selected, norms), bilinear_form_bound(constants, norms)
+        log_map, log_form = (bound.log_value.where(finite.all(-1), math.inf) for bound in bounds)
+        return statistics | {"log_map": log_map, "log_form": log_form}
 
     def result(self) -> InputTraces:
-        layers = [
-            LayerTrace(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-            for parts in self.layers
-        ]
-        return InputTraces(layers, **{name: torch.cat(parts) for name, parts in self.whole.items()})
+        layers = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]} for parts in self.layers]
+        whole = {name: torch.cat(parts) for name, parts in self.whole.items()}
+        return InputTraces([LayerTrace(**layer) for layer in layers], **whole)
 
 
 def token_std(x: Tensor, eps: float) -> Tensor:
@@ -186,15 +175,11 @@ def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> d
 def _mixed_values(encoder: Encoder) -> Iterator[list[Tensor]]:
     """Collect, in the context, the output of each block's attention, with its graph."""
     outputs: list[Tensor] = []
-    handles = [
-        encoder.attention(layer).core.register_forward_hook(lambda core, inputs, output: outputs.append(output))
-        for layer in range(len(encoder.blocks))
-    ]
-    try:
+    with ExitStack() as stack:
+        for layer in range(len(encoder.blocks)):
+            hook = encoder.attention(layer).core.register_forward_hook
+            stack.enter_context(hook(lambda core, inputs, output: outputs.append(output)))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
@@ -207,26 +192,23 @@ def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
 
 def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int]) -> list[Tensor]:
     """Return an encoder's inputs as int64, after checking them."""
-    config = encoder.config
-    tokens = [checked_batch(encoder, batch) for batch in batches]
+    config, tokens = encoder.config, [checked_batch(encoder, batch) for batch in batches]
     padding_counts = config.pad_as_token or config.extra_tokens
     if not padding_counts and all(bool((batch == config.pad_id).all()) for batch in tokens):
         raise InputError("There is no query to measure: all input tokens are PAD.")
-    longest = max(batch.shape[1] for batch in tokens)
     if k:
-        fitting(k, longest, "the length of the inputs")
+        fitting(k, max(batch.shape[1] for batch in tokens), "the length of the inputs")
     return tokens
 
 
 def checked_batch(encoder: Encoder, batch: Batch) -> Tensor:
     """Return a batch of an encoder's inputs as int64, after checking it."""
     config = encoder.config
+    wanted = "Inputs must be whole token ids of shape (N, L). Got"
     if not isinstance(batch, Tensor):
-        raise InputError(f"Inputs must be whole token ids of shape (N, L). Got {type(batch).__name__}.")
+        raise InputError(f"{wanted} {type(batch).__name__}.")
     if batch.ndim != 2 or batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
-        raise InputError(
-            f"Inputs must be whole token ids of shape (N, L). Got {batch.dtype} {tuple(batch.shape)}."
-        )
+        raise InputError(f"{wanted} {batch.dtype} {tuple(batch.shape)}.")
     if not 1 <= batch.shape[1] <= config.length:
         raise InputError(f"The model takes inputs of length 1 to {config.length}. Got length {batch.shape[1]}.")
     low, high = int(batch.min()), int(batch.max())

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from semdiag.mathematics import spectral_norms
 from semdiag.mathematics.censored import predicted_classes
-from semdiag.mathematics.spectral_norms import (
-    bilinear_form_norm,
-    paper_code_bilinear_norm,
-    paper_code_layer_norm,
-    score_scale,
-    spectral_norm,
-    value_output_norm,
-)
 from semdiag_models import Encoder, InputError
 
 # Names of tensors below "blocks.T.": their name among the bounds, and their group.
@@ -101,26 +95,26 @@ class BlockWeights:
     @property
     def gamma(self) -> Tensor:
         """Γ per head."""
-        return bilinear_form_norm(self.query, self.key, self.query_bias, self.scale)
+        return spectral_norms.bilinear_form_norm(self.query, self.key, self.query_bias, self.scale)
 
     @property
     def upsilon(self) -> Tensor:
         """Υ per head."""
-        return value_output_norm(self.output, self.value)
+        return spectral_norms.value_output_norm(self.output, self.value)
 
     @property
     def whole_output(self) -> Tensor:
         """‖W_o‖₂ of the whole matrix."""
-        return spectral_norm(torch.cat(list(self.output), dim=-1))
+        return spectral_norms.spectral_norm(torch.cat(list(self.output), dim=-1))
 
     def paper_code_norms(self) -> dict[str, Tensor]:
         """Return Γ and Υ per head, B_P and B_R, as the paper's released code computes them."""
         query, key = (self.query, self.query_bias), (self.key, self.key_bias)
         return {
-            "gamma": paper_code_bilinear_norm(*query, *key, self.scale),
-            "upsilon": paper_code_layer_norm(self.value, self.value_bias),
-            "mlp_in": paper_code_layer_norm(self.mlp_in, self.mlp_in_bias)[None],
-            "mlp_out": paper_code_layer_norm(self.mlp_out, self.mlp_out_bias)[None],
+            "gamma": spectral_norms.paper_code_bilinear_norm(*query, *key, self.scale),
+            "upsilon": spectral_norms.paper_code_layer_norm(self.value, self.value_bias),
+            "mlp_in": spectral_norms.paper_code_layer_norm(self.mlp_in, self.mlp_in_bias)[None],
+            "mlp_out": spectral_norms.paper_code_layer_norm(self.mlp_out, self.mlp_out_bias)[None],
         }
 
 
@@ -128,25 +122,19 @@ def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
     """Return one block's weights split into heads, float64 on the encoder's device."""
     heads, config = encoder.config.heads, encoder.config
     named = {t.name.split(".", 2)[2]: t.values.double() for t in named_tensors(encoder) if t.layer == layer}
-    per_head = ("attention.q", "attention.k", "attention.v")
     rows = {
-        name: torch.unflatten(tensor, 0, (heads, -1))
-        for name, tensor in named.items()
-        if name.startswith(per_head)
+        name: torch.unflatten(named[f"attention.{part}"], 0, (heads, -1))
+        for word in ("query", "key", "value")
+        for name, part in ((word, f"{word[0]}.weight"), (f"{word}_bias", f"{word[0]}.bias"))
     }
     return BlockWeights(
-        query=rows["attention.q.weight"],
-        query_bias=rows["attention.q.bias"],
-        key=rows["attention.k.weight"],
-        key_bias=rows["attention.k.bias"],
-        value=rows["attention.v.weight"],
-        value_bias=rows["attention.v.bias"],
+        **rows,
         output=torch.unflatten(named["attention.out.weight"], 1, (heads, -1)).transpose(0, 1),
         mlp_in=named["expand.weight"],
         mlp_in_bias=named["expand.bias"],
         mlp_out=named["contract.weight"],
         mlp_out_bias=named["contract.bias"],
-        scale=score_scale(config.head_width, config.inverse_temperature),
+        scale=spectral_norms.score_scale(config.head_width, config.inverse_temperature),
     )
 
 
@@ -177,11 +165,8 @@ class MovableEncoder:
         self.encoder = copy.deepcopy(encoder).to(device=device, dtype=dtype).eval().requires_grad_(gradients)
         self.encoder.zero_grad(set_to_none=True)
         parameters = list(self.encoder.parameters())
-        self.vector = torch.cat([p.detach().flatten() for p in parameters])
-        start = 0
-        for parameter in parameters:
-            parameter.data = self.vector[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
+        self.vector = parameters_to_vector(parameters).detach()
+        vector_to_parameters(self.vector, parameters)  # each is a view of it from now on
         self.origin = self.vector.clone()
         self.places = tuple(named_tensors(self.encoder))
 

@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 from semdiag.capturing.attention_call import DENSE
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.measuring.encoders.traces import fitting
-from semdiag.measuring.findings.findings import (
-    Findings,
-    Place,
-    Summary,
-    broken_places,
-    json_ready,
-    records,
-)
+from semdiag.measuring.findings.findings import Findings, Place, Summary, broken_places, json_ready, records
 from semdiag.measuring.probe import percentile_rows, percentiles
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
@@ -27,17 +20,15 @@ from semdiag_models import InputError
 
 def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
     """Return the numbers of heavy hitters for which a model's table has counterfactual columns."""
-    prefix = "dispersion_k"
-    named = [str(column) for column in queries if str(column).startswith(prefix)]
-    return [int(name.removeprefix(prefix)) for name in named if queries[name].notna().any()]
+    named = [str(column) for column in queries if str(column).startswith("dispersion_k")]
+    return [int(name.removeprefix("dispersion_k")) for name in named if queries[name].notna().any()]
 
 
 Percentiles = dict[str, float | int]
 
 
 def _rows(findings: Findings, quantity: str) -> pd.DataFrame:
-    measurements = findings.measurements
-    return measurements.loads if quantity.startswith("load") else measurements.queries
+    return findings.measurements.loads if quantity.startswith("load") else findings.measurements.queries
 
 
 def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
@@ -58,9 +49,8 @@ def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pla
     else:
         rows = rows_of(_rows(findings, quantity), model)
         values = rows[quantity].to_numpy(np.float64)
-        table = {place: percentiles(values[at]) for place, at in places_of(rows)} | {
-            (ALL, ALL): percentiles(values)
-        }
+        table = {place: percentiles(values[at]) for place, at in places_of(rows)}
+        table[ALL, ALL] = percentiles(values)
     broken = broken_places(findings, model)
     return {place: _unknown(row) if place in broken else row for place, row in table.items()}
 
@@ -106,11 +96,9 @@ def within_table(findings: Findings) -> pd.DataFrame:
     """Return percentiles of what every counterfactual k would keep, by layer and head and pooled, by model."""
     table: list[dict[Any, Any]] = []
     for model in map(str, findings.measurements.models["model"]):
-        own = findings.measurements.of(model)
-        for k in counterfactual_ks(own.queries):
+        for k in counterfactual_ks(findings.measurements.of(model).queries):
             for quantity in ("dispersion", "separation", "weight_kept", "load"):
-                rows, column = own.loads if quantity == "load" else own.queries, f"{quantity}_k{k}"
-                if column in rows:
+                if (column := f"{quantity}_k{k}") in _rows(findings, quantity):
                     table += _places(findings, {"model": model, "quantity": quantity, "k": k}, column)
     return pd.DataFrame(table)
 
@@ -118,9 +106,8 @@ def within_table(findings: Findings) -> pd.DataFrame:
 def _places(findings: Findings, facts: dict[str, Any], column: str) -> list[dict[Any, Any]]:
     """Return facts with the percentiles of each layer and head, then those of all together."""
     places = findings(place_percentiles, facts["model"], column).items()
-    return [
-        {**facts, "layer": at[0], "head": at[1], **row} for at, row in places if (at[0] == ALL) == (at[1] == ALL)
-    ]
+    kept = [(at, row) for at, row in places if (at[0] == ALL) == (at[1] == ALL)]
+    return [{**facts, "layer": at[0], "head": at[1], **row} for at, row in kept]
 
 
 def all_by_name(table: pd.DataFrame) -> pd.DataFrame:
@@ -161,8 +148,7 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
     rows: list[list[object]] = []
     for model in drawn(findings):
         own = findings.measurements.of(model)
-        # probability with which a query is in the table
-        share = float((own.models["share"] * own.models["share_kept"]).iloc[0])
+        in_table = float((own.models["share"] * own.models["share_kept"]).iloc[0])  # probability
         queries = own.queries.sort_values(["layer", "head", "sample", "stratum"], ignore_index=True)
         place = queries[["layer", "head", "sample", "stratum"]].to_numpy()
         strata = np.cumsum(np.any(np.diff(place, axis=0, prepend=place[:1]) != 0, axis=1))
@@ -172,11 +158,16 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
         for quantity in ("dispersion", "separation", *names):
             values = queries[quantity].to_numpy(np.float64)
             for (layer, head), at in parts:
-                for sampled in sampled_estimates(values[at], samples[at], strata[at], share):
+                for sampled in sampled_estimates(values[at], samples[at], strata[at], in_table):
                     for target, ends in zip(TARGETS, (sampled.these, sampled.such), strict=True):
                         start = [model, layer, head, quantity, sampled.statistic, sampled.estimate]
                         rows.append([*start, *ends, target])
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _pooled(findings: Findings, model: str) -> pd.DataFrame:
+    table = findings(estimate_table)
+    return table[(table["model"] == model) & (table["layer"] == ALL)]
 
 
 def drawing(findings: Findings, model: str) -> Summary:
@@ -192,10 +183,9 @@ def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispers
     for model in drawn(findings):
         words = drawing(findings, model)
         medians = " ".join(_median(findings, model, quantity) for quantity in quantities)
-        kept = ""
-        if words["share_kept"] < 1:
-            rows = len(findings.measurements.of(model).queries)
-            kept = f" Medians and intervals here are of the {rows:,} that were kept one by one."
+        rows = len(rows_of(findings.measurements.queries, model))
+        kept = f" Medians and intervals here are of the {rows:,} that were kept one by one."
+        kept *= words["share_kept"] < 1
         sentences.append(
             f"Estimated: {words['share']:.2%} of the queries of {model} were drawn ({words['queries']} per sample "
             f"and head of the longest sequence).{kept} {medians} Extremes (p0, p100) and key loads are {SAMPLED}. "
@@ -206,8 +196,7 @@ def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispers
 
 def _median(findings: Findings, model: str, quantity: str) -> str:
     """Return a sentence on the estimated median of a quantity over all layers and heads, with its intervals."""
-    table = findings(estimate_table)
-    pooled = table[(table["model"] == model) & (table["layer"] == ALL)]
+    pooled = _pooled(findings, model)
     median = pooled[(pooled["quantity"] == quantity) & (pooled["statistic"] == "p50")]
     estimate = float(median["estimate"].iloc[0])
     if not np.isfinite(estimate):
@@ -273,9 +262,7 @@ def by_layer(findings: Findings, describe: Describe) -> dict[str, Summary]:
         layers = partial(_layers, findings, model, describe)
         result = {"unit": "nats", **layers("")}
         if model in drawn(findings):
-            table = findings(estimate_table)
-            pooled = table[(table["model"] == model) & (table["layer"] == ALL)]
-            estimates = pooled.drop(columns=["model", "layer", "head"]).to_dict("records")
+            estimates = _pooled(findings, model).drop(columns=["model", "layer", "head"]).to_dict("records")
             result["sampled"] = {**drawing(findings, model), "estimates": estimates}
         row = own.models.iloc[0]
         result["capture"] = {"found": int(row["attention_found"]), "captured": int(row["attention_captured"])}

@@ -24,18 +24,9 @@ class Findings:
     An answer is a function of findings, like ``mask_table`` of the question mask stability, and may use others.
     Terminal, page, figures, CSV and JSON share one object, so that they agree, and slow answers are computed once.
 
-    Args:
-        measurements: measurements of one or several models.
-
-    Attributes:
-        measurements: the argument.
-
     Example:
-        >>> from semdiag.measuring.findings.findings import compared_pairs
-        >>> import pandas as pd
-        >>> models = pd.DataFrame({"model": [], "source": [], "attention": [], "task": []})
         >>> nothing = pd.DataFrame({"model": []})
-        >>> findings = Findings(Measurements(models, nothing, nothing, nothing, nothing))
+        >>> findings = Findings(Measurements(nothing, nothing, nothing, nothing, nothing))
         >>> findings(lambda findings: len(findings.measurements.models))
         0
     """
@@ -106,11 +97,10 @@ def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
 
 def compared_pairs(findings: Findings) -> list[Pair]:
     """Return the pairs that a report compares: with the model of --against, or full models with counterparts."""
-    measurements = findings.measurements
-    against = measurements.provenance.get("against")
-    if against is not None and against in set(measurements.models["model"]):
-        return pairs_against(measurements.models, against)
-    return find_pairs(measurements.models, attention=None)[0]
+    models, against = findings.measurements.models, findings.measurements.provenance.get("against")
+    if against is not None and against in set(models["model"]):
+        return pairs_against(models, against)
+    return find_pairs(models, attention=None)[0]
 
 
 def unlearned_sentences(findings: Findings) -> list[str]:
@@ -123,10 +113,8 @@ def unlearned_sentences(findings: Findings) -> list[str]:
             continue
         blind = max(task.chance, task.majority)
         if row["accuracy"] <= blind + 1.96 * math.sqrt(blind * (1 - blind) / samples):
-            numbers = (
-                f"{row['accuracy']:.1%} of {counted(samples, 'sample')}, the commonest label alone {blind:.1%}"
-            )
-            said.append(f"{_short(row)} ({numbers})")
+            right = f"{row['accuracy']:.1%} of {counted(samples, 'sample')}"
+            said.append(f"{_short(row)} ({right}, the commonest label alone {blind:.1%})")
     if not said:
         return []
     who = f"{'neither' if len(said) == 2 else 'none'} of them has" if len(said) > 1 else "it has not"
@@ -151,7 +139,7 @@ def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
 def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
     """Return the differences between the two models of a pair besides attention."""
     full, other = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
-    both = full["attention"] != "full" and other["attention"] != "full"
+    both = "full" not in (full["attention"], other["attention"])
     names = [*RUN_AND_SNAPSHOT, *(("k", "global_tokens") if both else ())]
     return [f"{name} {full[name]} and {other[name]}" for name in names if not _equal(full[name], other[name])]
 
@@ -179,11 +167,10 @@ def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
 def _with_distinct_labels(pairs: list[Pair], compared: list[str]) -> list[Pair]:
     """Add the compared models' paths to labels that occur more than once."""
     labels = [pair.label for pair in pairs]
+    more = [f", {path_tail(path, compared)}" for path in compared]
     return [
-        pair
-        if labels.count(pair.label) == 1
-        else replace(pair, label=f"{pair.label}, {path_tail(path, compared)}")
-        for pair, path in zip(pairs, compared, strict=True)
+        replace(pair, label=pair.label + tail * (labels.count(pair.label) > 1))
+        for pair, tail in zip(pairs, more, strict=True)
     ]
 
 
@@ -272,9 +259,8 @@ def log10(natural: float) -> float:
 
 def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]:
     """Return the findings about a model or pair as plain values."""
-    words = ("claim", "form", "where", "note")
     return [
-        {name: getattr(f, name) for name in words}
+        {name: getattr(f, name) for name in ("claim", "form", "where", "note")}
         | {"verdict": f.verdict.value, "numbers": {name: float(value) for name, value in f.numbers.items()}}
         for f in judged
         if f.subject == subject
@@ -283,7 +269,6 @@ def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]
 
 BLIND = 0.25  # fraction of the largest output: missing terms go unnoticed if rounding can change it by so much
 _OFF = 0.1  # a change of this fraction by rounding is as large as a missing term
-_OLDER = 1e-3  # residual above which something is missing, if the effect of rounding is unknown
 
 
 class Completeness(StrEnum):
@@ -306,8 +291,6 @@ def completeness(row: Mapping[str, Any]) -> Completeness:
     residual, excess = float(row["residual"]), float(row["residual_over_rounding"])
     if math.isnan(residual):
         return Completeness.UNKNOWN
-    if math.isnan(excess):
-        return Completeness.COMPLETE if residual < _OLDER else Completeness.MISSING
     if excess > 1:
         return Completeness.MISSING
     return Completeness.BLIND if row["rounding"] > BLIND or residual > _OFF else Completeness.COMPLETE

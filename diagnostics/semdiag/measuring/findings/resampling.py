@@ -63,15 +63,15 @@ def ratio_interval(
     paired = above.count == below.count
     rng = np.random.default_rng(seed)
 
-    def draw(sequences: _Sequences) -> NDArray[np.int64]:
-        return np.bincount(rng.integers(sequences.count, size=sequences.count), minlength=sequences.count)
+    def draw(count: int) -> NDArray[np.int64]:
+        return np.bincount(rng.integers(count, size=count), minlength=count)
 
-    draws = [(times, times if paired else draw(below)) for times in (draw(above) for _ in range(resamples))]
-    every = np.ones(above.count, np.int64), np.ones(below.count, np.int64)  # the first is the estimate
-    tops, bottoms = (
-        side.percentiles(list(times), percentile)
-        for side, times in zip((above, below), zip(every, *draws, strict=True), strict=True)
-    )
+    draws = [(np.ones(above.count, np.int64), np.ones(below.count, np.int64))]  # the first is the estimate
+    for _ in range(resamples):
+        times = draw(above.count)
+        draws.append((times, times if paired else draw(below.count)))
+    tops = above.percentiles([times for times, _ in draws], percentile)
+    bottoms = below.percentiles([times for _, times in draws], percentile)
     ratios = np.divide(tops, bottoms, out=np.full(len(tops), np.nan), where=bottoms != 0)
     return Interval(float(ratios[0]), *interval_ends(ratios[1:], min(above.count, below.count)))
 
@@ -96,9 +96,10 @@ class _Sequences:
         self.values = np.append(values[order], np.zeros(spare)).reshape(chunks, size)
         self.owner = np.append(owner[order], np.full(spare, self.count)).reshape(chunks, size)
         places = self.owner * chunks + np.arange(chunks)[:, None]
-        # values of each sequence in each chunk
         held = np.bincount(places.ravel(), minlength=(self.count + 1) * chunks)
-        self.held = held.reshape(self.count + 1, chunks).astype(np.float64)  # floats, for a product by BLAS
+        self.held = held.reshape(self.count + 1, chunks).astype(
+            np.float64
+        )  # values of each sequence in each chunk
 
     def percentiles(self, draws: Sequence[NDArray[np.int64]], percentile: float) -> NDArray[np.float64]:
         """Return the linearly interpolated percentile for each draw, which takes sequence s ``draw[s]`` times."""
@@ -108,8 +109,7 @@ class _Sequences:
 
     def _percentiles(self, times: NDArray[np.int64], percentile: float) -> NDArray[np.float64]:
         times = np.pad(times, [(0, 0), (0, 1)])
-        # position, among all values, of the end of each chunk's copies
-        ends = np.cumsum(times @ self.held, axis=1)
+        ends = np.cumsum(times @ self.held, axis=1)  # of each chunk's copies, among all values
         place = (ends[:, -1] - 1) * percentile / 100
         values = []
         for wanted in (np.floor(place), np.ceil(place)):
@@ -146,7 +146,7 @@ def rank_correlation_interval(
 ) -> Interval:
     """Return Spearman's rank correlation of two quantities, with a bootstrap interval."""
     if rows.empty:
-        return Interval(float("nan"), float("nan"), float("nan"))
+        return Interval(math.nan, math.nan, math.nan)
     samples, owner = np.unique(rows["sample"], return_inverse=True)
     ties = [np.unique(rows[name].to_numpy(np.float64), return_inverse=True)[1] for name in (first, second)]
     rng = np.random.default_rng(seed)
@@ -159,13 +159,10 @@ def rank_correlation_interval(
 
 def _rank_correlation(ties: list[NDArray[np.int64]], weights: NDArray[np.int64]) -> float:
     """Return the correlation of mean ranks, with row i taken ``weights[i]`` times; ``ties`` label equal values."""
-    ranks = []
-    for numbers in ties:
-        held = np.bincount(numbers, weights)
-        # It differs from the usual rank by a constant, which cancels.
-        ranks.append((np.cumsum(held) - held / 2)[numbers])
-    total = weights.sum()
-    x, y = (rank - (weights * rank).sum() / total for rank in ranks)
+    held = [np.bincount(numbers, weights) for numbers in ties]
+    # They differ from the usual ranks by a constant, which cancels.
+    ranks = [(np.cumsum(each) - each / 2)[numbers] for each, numbers in zip(held, ties, strict=True)]
+    x, y = (rank - (weights * rank).sum() / weights.sum() for rank in ranks)
     weighted = weights * x
     spread = np.sqrt((weighted * x).sum() * (weights * y * y).sum())
-    return float((weighted * y).sum() / spread) if spread > 0 else float("nan")
+    return float((weighted * y).sum() / spread) if spread > 0 else math.nan

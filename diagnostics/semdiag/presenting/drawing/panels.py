@@ -45,7 +45,6 @@ class Series:
     model: str  # its path, as in the tables of measurements
     attention: str  # its kind
     k: int | None  # keys kept per query; None for full attention
-    length: int  # tokens of the longest input
     label: str  # for the legend
     style: AttentionStyle  # colour, marker, line
 
@@ -75,12 +74,9 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
     return sorted(panels, key=lambda panel: panel.snapshot not in ("last", ""))
 
 
-def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, str]:
+def model_labels(models: pd.DataFrame) -> dict[str, str]:
     """Return each model in words, like ``even-pairs, top-k (k = 5)``."""
-    panels = panels_of(models)
-    last = [panel for panel in panels if panel.snapshot in ("last", "")]
-    shown = last if last_only and last else panels
-    return {s.model: f"{panel.title}, {s.label}" for panel in shown for s in panel.series}
+    return {s.model: f"{panel.title}, {s.label}" for panel in panels_of(models) for s in panel.series}
 
 
 def short_labels(models: pd.DataFrame) -> dict[str, str]:
@@ -113,20 +109,15 @@ def _title(row: dict[Hashable, Any], differing: list[str]) -> str:
 def _series(group: pd.DataFrame) -> tuple[Series, ...]:
     order = {kind: place for place, kind in enumerate(ATTENTION_STYLES)}
     rows = sorted(group.to_dict("records"), key=lambda row: order.get(row["attention"], len(order)))
-    paths = [str(row["model"]) for row in rows]
+    paths, kinds = ([str(row[name]) for row in rows] for name in ("model", "attention"))
     ks = [None if pd.isna(row["k"]) else int(row["k"]) for row in rows]
     labels = [attention_label(row["attention"], k, row["global_tokens"]) for row, k in zip(rows, ks, strict=True)]
-    kinds = [row["attention"] for row in rows]
-    styles = [
-        _apart(attention_style(kind), kinds[:i].count(kind), kinds.count(kind)) for i, kind in enumerate(kinds)
-    ]
     return tuple(
         Series(
-            model=str(row["model"]), attention=row["attention"], k=k, length=int(row["length"]),
-            label=label if labels.count(label) == 1 else f"{label} {path_tail(str(row['model']), paths)}",
-            style=style,
+            path, kind, k, label if labels.count(label) == 1 else f"{label} {path_tail(path, paths)}",
+            _apart(attention_style(kind), kinds[:i].count(kind), kinds.count(kind)),
         )
-        for row, k, label, style in zip(rows, ks, labels, styles, strict=True)
+        for i, (path, kind, k, label) in enumerate(zip(paths, kinds, ks, labels, strict=True))
     )  # fmt: skip
 
 
@@ -145,17 +136,10 @@ _DISTINCT = 0.06  # inches of a box; of a narrower one colour alone tells the pa
 READING = "boxes from the inside out: 25–75, 10–90, 5–95, 1–99% of the queries; line: median"
 
 
-def draw_letter_values(
-    ax: Axes,
-    x: float,
-    width: float,
-    table: Mapping[Hashable, float],
-    style: AttentionStyle,
-    extreme: str = "p100",
-    *,
-    narrow: bool = False,
+def _draw_letter_values(
+    ax: Axes, x: float, width: float, table: Mapping[Hashable, float], style: AttentionStyle, narrow: bool
 ) -> None:
-    """Draw the percentiles of one set of queries as nested boxes, its median and one extreme."""
+    """Draw the percentiles of one set of queries as nested boxes, its median and the largest."""
     if not np.isfinite(table["p50"]):
         return
     floor = ax.get_ylim()[0]
@@ -170,19 +154,16 @@ def draw_letter_values(
             box.set(facecolor=lightened(style.color, white), edgecolor="white", linewidth=0.3)
             ax.add_patch(box)
     if table["p50"] > floor:
+        ends = [x - width / 2, x + width / 2]
+        ax.plot(ends, [table["p50"]] * 2, color="white", linewidth=1.4, solid_capstyle="butt")
+    if table["p100"] > floor:
         ax.plot(
-            [x - width / 2, x + width / 2], [table["p50"]] * 2, color="white", linewidth=1.4, solid_capstyle="butt"
-        )
-    if table[extreme] > floor:
-        ax.plot(
-            x, table[extreme], marker=style.marker, color=style.color, markersize=3.0 if narrow else 4.2,
+            x, table["p100"], marker=style.marker, color=style.color, markersize=3.0 if narrow else 4.2,
             markeredgecolor="white", markeredgewidth=0.5, linestyle="none", zorder=4,
         )  # fmt: skip
 
 
-def layer_boxes(
-    ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFrame]], extreme: str = "p100"
-) -> None:
+def layer_boxes(ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFrame]]) -> None:
     """Draw one group of boxes per layer, one box of each table, and number the layers from 0."""
     layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
     width = 0.84 / max(len(boxes), 1)
@@ -191,7 +172,7 @@ def layer_boxes(
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=6, label=label)
         for row in table.to_dict("records"):
             x = row["layer"] + (place - (len(boxes) - 1) / 2) * width
-            draw_letter_values(ax, x, 0.85 * width, row, style, extreme, narrow=narrow)
+            _draw_letter_values(ax, x, 0.85 * width, row, style, narrow)
     number_layers(ax, layers)
     ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
 

@@ -155,9 +155,7 @@ class Drawing:
 
     def __init__(self, draw: Callable[[Findings], Figure], alt: str, reading: str) -> None:
         self._draw = paper_style(draw)
-        self.alt = (
-            alt  # what it shows, for readers who cannot see it; ``{shown}`` becomes its legend and panel titles
-        )
+        self.alt = alt  # for readers who cannot see it; ``{shown}`` becomes its legend and panel titles
         self.reading = reading  # two sentences: what to look at, and what it means
         update_wrapper(self, draw)
         self.name = self.__name__
@@ -221,8 +219,7 @@ def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
     return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, letters))
 
 
-def wrap_titles(figure: Figure) -> None:
-    """Break the titles of panels that are wider than these."""
+def _wrap_titles(figure: Figure) -> None:
     for ax in figure.axes:
         title = ax.get_title(loc="left")
         for text in ax.get_children() if title else ():
@@ -271,7 +268,7 @@ def finished(figure: Figure, note: str) -> Figure:
 
 def note_below(figure: Figure, text: str) -> None:
     """Add a note below the panels that explains the marks, and break titles that are too wide."""
-    wrap_titles(figure)
+    _wrap_titles(figure)
     letters = int(_LETTERS_PER_INCH * 7 / 9 * figure.get_figwidth())
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, letters)]
     figure.supxlabel("\n".join(lines), fontsize=9, color=FAINT)
@@ -284,11 +281,10 @@ def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
     ax.text(0.0, 1.01, lines, transform=ax.transAxes, fontsize=9, linespacing=1.2, va="bottom")
 
 
-def number_layers(ax: Axes, layers: Sequence[int], places: Sequence[float] | None = None) -> None:
+def number_layers(ax: Axes, layers: Sequence[int]) -> None:
     """Label the layers on the axis of abscissae, as many of them as have room."""
     step = max(1, math.ceil(len(layers) * _LAYER_INCHES / panel_inches(ax)))
-    ticks = layers if places is None else places
-    ax.set_xticks(ticks[::step], [str(int(layer)) for layer in layers[::step]])
+    ax.set_xticks(layers[::step], [str(int(layer)) for layer in layers[::step]])
     ax.set_xlabel("layer")
 
 
@@ -376,7 +372,6 @@ def _for_screens(svg: str) -> str:
 
 
 def _show_all(figure: Figure) -> None:
-    """Escape control characters in a figure's texts, which would make an SVG invalid."""
     for text in figure.findobj(Text):
         if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
             text.set_text(shown)

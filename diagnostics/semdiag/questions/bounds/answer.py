@@ -58,28 +58,6 @@ from semdiag.questions.bounds.corollary import (
     corollary_table,
 )
 
-_NAMES = {("network", "local"): "local", ("network", "sound"): "sound", ("network_any_residual", "local"): "any"}
-
-
-def network_rungs(findings: Findings, model: str) -> dict[str, float]:
-    """Return the gaps between the whole gradient and its bounds, with their causes, in nats."""
-    measurements = findings.measurements
-    rows = measurements.constants[measurements.constants["model"] == model].to_dict("records")
-    logs = {
-        _NAMES[place]: float(row["ln_finite"] if row["infinite"] else row["ln_value"])
-        for row in rows if (place := (row["quantity"], row["form"])) in _NAMES
-    }  # fmt: skip
-    slopes = measurements.parameters.loc[measurements.parameters["model"] == model, "ln_gradient"].to_numpy(float)
-    if len(logs) < len(_NAMES) or np.isnan(slopes).any():
-        return {}
-    gradient = float(np.logaddexp.reduce(2 * slopes, initial=-math.inf)) / 2
-    if not all(map(math.isfinite, (gradient, *logs.values()))):
-        return {}
-    gaps = {"residual": logs["any"] - logs["local"], "point": logs["sound"] - logs["any"]}
-    ends = {"gradient": gradient, "local": logs["local"], "sound": logs["sound"]}
-    return ends | gaps | {"left": logs["local"] - gradient}
-
-
 SCOPE = (
     "Each constant is the largest over the evaluated inputs at this checkpoint. The paper's form is one value for "
     "all inputs together, from their largest norm, δ and load and their smallest Δ. A bound holds for these "
@@ -181,8 +159,7 @@ def answer(findings: Findings) -> Answer | None:
         measured = measurements.of(model)
         tables = {name: records(getattr(measured, name).drop(columns="model")) for name in _TABLES}
         verdicts = verdicts_of(findings(parameter_findings), model)
-        rungs = findings(network_rungs, model)
-        results[model] = {"unit": "natural logarithm", **tables, "network": rungs, "verdicts": verdicts}
+        results[model] = {"unit": "natural logarithm", **tables, "verdicts": verdicts}
         shown += _shown(findings, model)
     for pair in findings(compared_pairs):
         judged = findings(corollary_findings, pair)
@@ -260,23 +237,10 @@ def bounds_sentences(findings: Findings) -> list[str]:
 
 
 def _model_lines(findings: Findings, model: str) -> list[str]:
-    """Return the verdicts on a model's constants, the nearest form first, and the gaps between them."""
+    """Return the verdicts on a model's constants, the nearest form first."""
     judged = [f for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
     judged.sort(key=lambda f: FORMS.index(f.form))
-    return [f"{verdict_line(f)}." for f in judged] + rungs_sentences(findings(network_rungs, model))
-
-
-def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
-    """Return sentences on the loss's gradient, its local bound, the worst case and the gaps; none if unknown."""
-    if not rungs:
-        return []
-    gap = rungs["sound"] - rungs["gradient"]
-    parts = {name: f"{rungs[name]:.1f} ({rungs[name] / gap:.0%})" for name in ("residual", "point", "left")}
-    return [
-        f"All parameters together, in ln: gradient {rungs['gradient']:.1f}, local bound {rungs['local']:.1f}, "
-        f"worst case {rungs['sound']:.1f}. Of the {gap:.1f} nats between, the loss's residual explains "
-        f"{parts['residual']}, what else the point knows {parts['point']}; {parts['left']} are left."
-    ]
+    return [f"{verdict_line(f)}." for f in judged]
 
 
 def _exponential(value: float) -> str:

@@ -96,7 +96,6 @@ def _described(rows: pd.DataFrame, interval: bool = False) -> dict[str, Any]:
 
 
 def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
-    """Return Σ sums / Σ counts with its interval over samples."""
     each = rows.groupby("sample")[[sums, counts]].sum().to_numpy(np.float64)
     return sum_ratio_interval(each[:, 0], each[:, 1], share=sums == "total_variation").if_varied()
 
@@ -157,7 +156,6 @@ def _parts(whole: Summary) -> str:
 
 
 def _outputs(outputs: Summary | None) -> list[str]:
-    """Return sentences on the change of the model's outputs."""
     if outputs is None:
         return []
     if not outputs["predictions"]:

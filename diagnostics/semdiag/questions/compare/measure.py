@@ -4,22 +4,22 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, first_samples, samples_of
 from semdiag.capturing.inputs import SUFFIXES, has_tokenizer, read_texts, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.pretrained import find_folder
-from semdiag.mathematics.score_strips import largest_scores
+from semdiag.mathematics.score_strips import as_mask, largest_scores
 from semdiag.mathematics.selections import overlaps
-from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers, as_mask
+from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
 from semdiag.measuring.calls.running import RandomNumbers, placed, running
 from semdiag.measuring.encoders.traces import checked_batch
 from semdiag.measuring.measure import DTYPES, Conditions
@@ -54,43 +54,32 @@ class Outputs:
         self._module = module
         self._reader: Reader | None = None
         self.rows: list[dict[str, Any]] = []
-        self.reason = ""
+        self.reason = ""  # why they are not compared
 
     @property
     def notes(self) -> list[tuple[str, str]]:
         """Return remarks on how outputs were compared, each with a code."""
         if self.reason:
             return [(f"outputs are not compared: {self.reason}", "outputs-not-compared")]
-        reader = self._reader
-        return [] if reader is None else output_notes(reader.others, reader.unread, reader.reason, reader.loss)
-
-    def prepare(self, batch: Batch, labels: Tensor | None, run_base: Callable[[Batch], Any]) -> None:
-        """Learn from the first batch how to read outputs."""
-        if self._reader is None and not self.reason:
-            try:
-                self._reader = Reader(self._module, batch, labels, run_base)
-                self._reader.output = None
-            except (TypeError, InputError) as error:
-                self.reason = str(error).removesuffix(".")
+        return [] if self._reader is None else output_notes(self._reader)
 
     def add(self, before: Any, after: Any, batch: Batch, labels: Tensor | None, first: int) -> None:
-        """Compare the outputs of the two models on a batch."""
-        if self._reader is None:
+        """Compare the outputs of the two models on a batch; the first batch shows how they are read."""
+        if self.reason:
             return
         try:
+            if self._reader is None:
+                self._reader = Reader(self._module, batch, labels, partial(batching.call, self._module))
+                self._reader.output = None
             shapes = [self._reader.shape(output, batch) for output in (before, after)]
             if shapes[0] != shapes[1]:
-                self._give_up(f"they are of the shapes {shapes[0]} and {shapes[1]}")
-                return
+                raise InputError(f"they are of the shapes {shapes[0]} and {shapes[1]}")
             one, two = (self._reader.read(output, batch, labels) for output in (before, after))
         except (TypeError, InputError) as error:
-            self._give_up(str(error).removesuffix("."))
+            self.reason, self.rows = str(error).removesuffix("."), []
             return
         for at in range(len(one.values)):
             self.rows.append({"sample": first + at, **_changes(_sample(one, at), _sample(two, at))})
-
-    def _give_up(self, reason: str) -> None:
-        self.reason, self.rows, self._reader = reason, [], None
 
 
 def _sample(answers: Answers, at: int) -> Answers:
@@ -112,53 +101,10 @@ def _changes(before: Answers, after: Answers) -> dict[str, Any]:
 
 def own_copy(call: AttentionCall) -> AttentionCall:
     """Return a copy of a call without its L × L scores, in memory of its own."""
-    return replace(
-        call, q=_copy(call.q), k=_copy(call.k), v=_copy(call.v),
-        allowed=None if call.allowed is None else _narrow(call.allowed),
-        queries=None if call.queries is None else _copy(call.queries),
-        selected=None if call.selected is None else _copy(call.selected), mixed=_copy(call.mixed[..., :0]),
-        bias=None if call.bias is None else _narrow(call.bias),
-        sinks=None if call.sinks is None else _copy(call.sinks), fully_masked=None,
-    )  # fmt: skip
-
-
-class KeptCalls:
-    """Keeps the calls of the base on a batch, in their order."""
-
-    def __init__(self) -> None:
-        self._calls: list[AttentionCall] = []
-        self._masks: list[Tensor] = []
-        self._size = 0
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def add(self, call: AttentionCall) -> None:
-        """Keep a copy of a call."""
-        copy = own_copy(call)
-        copy = replace(copy, allowed=self._shared(copy.allowed), bias=self._shared(copy.bias))
-        self._size += sum(x.numel() * x.element_size() for x in (copy.q, copy.k, copy.v))
-        masks = sum(x.numel() * x.element_size() for x in self._masks)
-        require_memory(self._size + masks, "To keep a batch of the attention of the base (see --batch-size)")
-        self._calls.append(copy)
-
-    def pop(self, place: int) -> AttentionCall:
-        """Return a call, and keep it no longer."""
-        call, self._calls[place] = self._calls[place], None  # type: ignore[call-overload]
-        return call
-
-    def clear(self) -> None:
-        """Forget the batch."""
-        self._calls, self._masks, self._size = [], [], 0
-
-    def _shared(self, mask: Tensor | None) -> Tensor | None:
-        if mask is None:
-            return None
-        for known in self._masks:
-            if known.dtype == mask.dtype and torch.equal(known, mask):
-                return known
-        self._masks.append(mask)
-        return mask
+    plain, masks = ("q", "k", "v", "queries", "selected", "sinks"), ("allowed", "bias")
+    copies: dict[str, Any] = {name: _copy(x) for name in plain if (x := getattr(call, name)) is not None}
+    copies |= {name: _narrow(x) for name in masks if (x := getattr(call, name)) is not None}
+    return replace(call, **copies, mixed=_copy(call.mixed[..., :0]), fully_masked=None)
 
 
 def _copy(values: Tensor) -> Tensor:
@@ -205,15 +151,10 @@ class _Rows:
 
 def refusal(base: AttentionCall, other: AttentionCall) -> str:
     """Return why two calls cannot be compared."""
-    sizes = {
-        "samples": (base.q.shape[0], other.q.shape[0]),
-        "heads": (base.q.shape[1], other.q.shape[1]),
-        "queries": (base.q.shape[2], other.q.shape[2]),
-        "keys": (base.k.shape[2], other.k.shape[2]),
-        "numbers in a value": (base.v.shape[3], other.v.shape[3]),
-    }
-    differences = [f"{one} {name} and {two}" for name, (one, two) in sizes.items() if one != two]
-    return ", ".join(differences)
+    names = "samples", "heads", "queries", "keys", "numbers in a value"
+    sizes = [(*call.q.shape[:3], call.k.shape[2], call.v.shape[3]) for call in (base, other)]
+    pairs = zip(names, *sizes, strict=True)
+    return ", ".join(f"{one} {name} and {two}" for name, one, two in pairs if one != two)
 
 
 def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[str, Tensor]:
@@ -241,7 +182,6 @@ def _parts(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
 
 
 def _rows(part: AttentionCall, top: int) -> _Rows:
-    """Score a part of a call."""
     scores = part.scores(torch.float64)
     allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed
     allowed = allowed.expand(scores.shape)
@@ -274,7 +214,7 @@ def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
     norms = {"output": output, "by_weights": by_weights, "by_values": by_values, "change": after - output}
     dropping = base.dropping | other.dropping
     chosen = (rows.top.flatten(0, 2).cpu() for rows in (base, other))
-    overlap = overlaps(*chosen)[0].view(counts.shape).to(counts.device)
+    overlap = overlaps(*chosen).view(counts.shape).to(counts.device)
     variation = total_variation(base.weights, other.weights)
     terms = {
         "queries": torch.ones_like(variation), "total_variation": variation, "largest": variation,
@@ -305,15 +245,17 @@ class CallPairs:
     """Keeps the base's calls on a batch, and compares each with the other model's as that comes."""
 
     def __init__(self, base: str, other: str, top: int) -> None:
-        self._base, self._other, self._top = base, other, top
-        self._kept, self._numbers = KeptCalls(), SampleNumbers()
-        self._running, self._next = "", 0
+        self._refused, self._top = f"{base} and {other} cannot be compared:", top
+        self._numbers = SampleNumbers()
+        self._running, self._next, self._size = "", 0, 0
+        self._kept: list[AttentionCall | None] = []  # of the base, None once they are compared
+        self._masks: list[Tensor] = []  # of them, each once
         self._parts: list[pd.DataFrame] = []
         self.left_out = 0
 
     def start(self, samples: int) -> None:
         """Begin a batch."""
-        self._kept.clear()
+        self._kept, self._masks, self._size = [], [], 0
         self._numbers.start(samples)
         self._next = 0
 
@@ -327,20 +269,34 @@ class CallPairs:
             self._running = ""
 
     def keep(self, call: AttentionCall) -> None:
-        """Keep a call of the base."""
-        if self._running == "base":
-            self._kept.add(call)
+        """Keep a copy of a call of the base."""
+        if self._running != "base":
+            return
+        kept = own_copy(call)
+        kept = replace(kept, allowed=self._shared(kept.allowed), bias=self._shared(kept.bias))
+        self._size += sum(x.nbytes for x in (kept.q, kept.k, kept.v))
+        masks = sum(x.nbytes for x in self._masks)
+        require_memory(self._size + masks, "To keep a batch of the attention of the base (see --batch-size)")
+        self._kept.append(kept)
+
+    def _shared(self, mask: Tensor | None) -> Tensor | None:
+        if mask is None:
+            return None
+        for known in self._masks:
+            if known.dtype == mask.dtype and torch.equal(known, mask):
+                return known
+        self._masks.append(mask)
+        return mask
 
     def match(self, call: AttentionCall) -> None:
         """Compare a call of the other model with the base's."""
         if self._running != "other":
             return
         place, self._next = self._next, self._next + 1
-        if place >= len(self._kept):
+        if place >= len(self._kept) or (base := self._kept[place]) is None:
             return  # finish() refuses, and says how many there are
-        base, other = self._kept.pop(place), own_copy(call)
-        reason = refusal(base, other)
-        if reason:
+        self._kept[place], other = None, own_copy(call)
+        if reason := refusal(base, other):
             raise InputError(f"{self._refused} in layer {base.layer} they have {reason}.")
         changes = head_changes(base, other, self._top)
         columns = {name: values.cpu() for name, values in changes.items()}
@@ -370,10 +326,6 @@ class CallPairs:
         rows = calls.groupby(["sample", "layer", "head"], as_index=False).agg(statistics)
         return COMPARED.of_parts([rows.assign(**names)])
 
-    @property
-    def _refused(self) -> str:
-        return f"{self._base} and {self._other} cannot be compared:"
-
 
 TOP = ComparePlan.top
 
@@ -398,27 +350,22 @@ def compare(
     pair = CallPairs(base.path, other.path, top)
     with running(base, pair.keep, device, dtypes[0]) as one, running(other, pair.match, device, dtypes[1]) as two:
         outputs, first = Outputs(one.module), 0
-        with _answers(one.module) as before, _answers(two.module) as after:
-            for batch in batches:
-                _check_batch(base, batch)
-                _check_batch(other, batch)
-                moved, size = batching.moved(batch, one.device, one.dtype), batching.samples_of(batch)
-                batch_labels = None if labels is None else labels[first : first + size]
-                random_numbers = RandomNumbers(one.device)
-                pair.start(size)
-                with pair.of("base"):
-                    one(batch)
-                answer = before.pop()
-                outputs.prepare(moved, batch_labels, lambda given: batching.call(one.module, given))
-                random_numbers.again()
-                with pair.of("other"):
-                    two(batch)
-                outputs.add(answer, after.pop(), moved, batch_labels, first)
-                before.clear()
-                after.clear()
-                pair.finish()
-                first += size
-                after_batch(size)
+        for batch in batches:
+            _check_batch(base, batch)
+            _check_batch(other, batch)
+            moved, size = batching.moved(batch, one.device, one.dtype), samples_of(batch)
+            batch_labels = None if labels is None else labels[first : first + size]
+            random_numbers = RandomNumbers(one.device)
+            pair.start(size)
+            with pair.of("base"):
+                before = one(batch)
+            random_numbers.again()
+            with pair.of("other"):
+                after = two(batch)
+            outputs.add(before, after, moved, batch_labels, first)
+            pair.finish()
+            first += size
+            after_batch(size)
     if pair.left_out:
         said = f"{pair.left_out:,} queries attend to a key in one of the two models alone, and are left out"
         remark(said, "queries-left-out")
@@ -429,20 +376,7 @@ def compare(
     return {"compared": pair.table(names), "compared_outputs": rows}
 
 
-@contextmanager
-def _answers(module: nn.Module) -> Iterator[list[Any]]:
-    """Collect what a module returns, call by call."""
-    answers: list[Any] = []
-    own = hooks.Hooks(module, lambda *_: None, lambda _module, _inputs, output: answers.append(output))
-    try:
-        own.put_on()
-        yield answers
-    finally:
-        own.remove()
-
-
 def _check_batch(model: LoadedModel, batch: Batch) -> None:
-    """Refuse a batch that one of semdiag's encoders does not take, naming the model."""
     if isinstance(model.module, Encoder):
         try:
             checked_batch(model.module, batch)
@@ -452,7 +386,7 @@ def _check_batch(model: LoadedModel, batch: Batch) -> None:
 
 def _measure(subject: Subject, plan: ComparePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     base = subject.model if plan.base is None else plan.base
-    subject.expect(sum(map(batching.samples_of, subject.batches)))
+    subject.expect(sum(map(samples_of, subject.batches)))
     return compare(
         base, subject.model, subject.batches, plan.top, labels=subject.labels, device=subject.device,
         dtypes=(plan.dtype or subject.dtype, subject.dtype), after_batch=subject.after_point,
@@ -535,6 +469,5 @@ def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditi
 
 
 def _pieces(model: LoadedModel) -> str | None:
-    """Return what cuts the text of an encoder of text into pieces."""
     text = None if model.training is None else model.training.text
     return None if text is None else text.model

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.mathematics.censored import kaplan_meier_median, logrank_p, median_interval
+from semdiag.mathematics.censored import kaplan_meier_median, median_interval
 from semdiag.measuring.findings.estimates import known_rows
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import ratio_interval
@@ -17,7 +17,6 @@ from semdiag.presenting.answer import MOST, Answer, heading, measured_glance, wi
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.learning import reach_sentences, target_of, training_curves
 
-_FEWEST_FOR_LOGRANK = 3  # runs on either side; with fewer no p-value is small
 _IDENTITY = ["setting", "kind", "attention", "seed"]
 
 
@@ -106,14 +105,13 @@ def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tupl
 _OF_PAIRS = ("speed_up_low", "speed_up_high", "epoch_low", "epoch_high", "interval_low", "interval_high",
              "interval_coverage")  # fmt: skip
 _OVER_SEEDS = ["group", "task", "attention", "kind", "seeds", "arrived", "median_epochs", "epochs_low",
-               "epochs_high", "coverage", "pairs", *_OF_PAIRS, "logrank_p", "best_holdout_accuracy",
-               "gap"]  # fmt: skip
+               "epochs_high", "coverage", "pairs", *_OF_PAIRS, "best_holdout_accuracy", "gap"]  # fmt: skip
 
 
 def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     """Return epochs and speed-up of each kind of attention over the seeds of a setting."""
     rows = []
-    for (setting, _), runs in table.groupby(["setting", "attention"], sort=False):
+    for _, runs in table.groupby(["setting", "attention"], sort=False):
         runs = runs[runs["state"] != NOT_BEGUN]
         if runs.empty:
             continue
@@ -121,9 +119,6 @@ def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         arrived = runs["arrival"].notna().to_numpy()
         epochs = median_interval(last_epochs.tolist(), np.where(arrived, last_epochs, np.inf).tolist())
         pairs_of_runs = pairs[pairs["model"].isin(runs["model"])]
-        full = table[
-            (table["setting"] == setting) & (table["attention"] == "full") & (table["state"] != NOT_BEGUN)
-        ]
         rows.append(
             {
                 **{name: runs[name].iloc[0] for name in ("group", "task", "attention", "kind")},
@@ -131,7 +126,6 @@ def over_seeds(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
                 "median_epochs": kaplan_meier_median(last_epochs.tolist(), arrived.tolist()),
                 "epochs_low": epochs.interval_low, "epochs_high": epochs.interval_high,
                 "coverage": epochs.coverage, **_speed_up_over_seeds(pairs_of_runs),
-                "logrank_p": _logrank(full, runs) if runs["attention"].iloc[0] != "full" else math.nan,
                 "best_holdout_accuracy": float(runs["best_holdout_accuracy"].median()),
                 "gap": float(runs["gap"].median()),
             }
@@ -147,18 +141,6 @@ def _speed_up_over_seeds(pairs: pd.DataFrame) -> dict[str, Any]:
     medians = interval.low, interval.high, one_epoch_off.low, one_epoch_off.high
     values = (*medians, interval.interval_low, interval.interval_high, interval.coverage)
     return {"pairs": len(pairs), **dict(zip(_OF_PAIRS, values, strict=True))}
-
-
-def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:
-    if min(len(full), len(other)) < _FEWEST_FOR_LOGRANK:
-        return math.nan
-    if full["arrival"].isna().all() and other["arrival"].isna().all():
-        return math.nan
-    sides = (
-        (side["arrival"].fillna(side["epochs"]).tolist(), side["arrival"].notna().tolist())
-        for side in (full, other)
-    )
-    return logrank_p(*sides)
 
 
 _RESAMPLES = 200

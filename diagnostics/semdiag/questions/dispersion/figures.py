@@ -1,4 +1,4 @@
-"""Figures: its figures, sentences and tables."""
+"""Dispersion over all queries, layer by layer, and of sparse models against full attention, in figures."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import DENSE, external
 from semdiag.measuring.findings.estimates import Percentiles, known_rows, layer_percentiles, pooled_percentiles
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.words import counted
-from semdiag.presenting.answer import Heading
+from semdiag.presenting.answer import heading
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -34,14 +33,8 @@ from semdiag.presenting.drawing.style import (
     number_layers,
     panel_grid,
     plain_numbers,
-    title_with_facts,
 )
-from semdiag.questions.dispersion.answer import (
-    FEWEST,
-    RATIO_PERCENTILES,
-    dispersion_by_number_of_keys,
-    layer_ratios,
-)
+from semdiag.questions.dispersion.answer import RATIO_PERCENTILES, layer_ratios
 
 
 @drawing(
@@ -99,46 +92,6 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> str:
         )  # fmt: skip
     number_layers(ax, sorted(ratios["layer"].unique()))
     return layers_with(sparse, below)
-
-
-@drawing(
-    "Percentiles of the semantic dispersion δ in nats against the number of keys a query may attend to, "
-    "logarithmic abscissa, as a median line in two bands: {shown}.",
-    "A range over more scores is wider to begin with: compare queries with the same number of keys. In causal "
-    "models the first queries see few keys and pull every pooled percentile down (--min-keys leaves them out).",
-)
-def dispersion_by_keys(findings: Findings) -> Figure:
-    """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled."""
-    curves = findings(dispersion_by_number_of_keys)
-    panels = [
-        p for p in panels_of(findings.measurements.models) if any(len(curves[s.model]) > 1 for s in p.series)
-    ]
-    if not panels:
-        raise NothingToDrawError("Every query has the same number of keys.")
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
-        _draw_dispersion_by_keys(ax, panel, curves)
-    axes[0].set_ylabel("semantic dispersion δ (nats)")
-    bands = "dark band: 25–75%, light band: 5–95% of the queries with about this many keys"
-    return finished(figure, f"line: median; {bands} (at least {FEWEST})")
-
-
-def _draw_dispersion_by_keys(ax: Axes, panel: Panel, curves: dict[str, pd.DataFrame]) -> None:
-    ax.set_xscale("log", base=2)
-    plain_numbers(ax.xaxis)
-    facts = []
-    for series in panel.series:
-        table, style = curves[series.model], series.style
-        if len(table) < 2:
-            continue
-        for low, high, alpha in ((0.05, 0.95, 0.25), (0.25, 0.75, 0.55)):
-            ax.fill_between(table["keys"], table[low], table[high], color=style.color, alpha=alpha, linewidth=0)
-        ax.plot(table["keys"], table[0.5], color=style.color, linewidth=style.width, marker=style.marker,
-                markersize=3, label=series.label)  # fmt: skip
-        facts.append(f"{series.label}: {counted(int(table['queries'].sum()), 'query')}")
-    title_with_facts(ax, panel.title, facts)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("keys a query may attend to (count)")
 
 
 MARKED = (50, 75, 90, 95)
@@ -228,37 +181,25 @@ def _layers_found(series: Sequence[Series], tables: Mapping[str, pd.DataFrame]) 
 
 
 HEADINGS = (
-    Heading(
-        "focus",
-        "Do the scores of the sparse model span less?",
-        (dispersion_ecdf, dispersion_by_layer, dispersion_by_keys),
-        (
-            "Two models are compared, each trained with its own attention and measured on its own scores. Nothing "
-            "here says what one of them would do with the other's mask.",
-            "Percentiles pool the queries of all layers and heads. The maximum (p100) is one single query: shown, "
-            "not judged.",
-            "A range over a few keys is never larger than that over all keys of the row: the controls with a "
-            "fixed mask show how much that alone can make.",
-        ),
+    *heading(
+        "focus", "Do the scores of the sparse model span less?", (dispersion_ecdf, dispersion_by_layer),
+        "Two models are compared, each trained with its own attention and measured on its own scores. Nothing "
+        "here says what one of them would do with the other's mask.",
+        "Percentiles pool the queries of all layers and heads. The maximum (p100) is one single query: shown, not "
+        "judged.",
+        "A range over a few keys is never larger than that over all keys of the row: the controls with a fixed "
+        "mask show how much that alone can make.",
     ),
-    Heading(
-        "ratio",
-        "How much smaller, layer by layer?",
-        (dispersion_ratio,),
-        (
-            "The intervals are about other inputs of the same kind, not about other training runs. Layers are "
-            "matched by their position; nothing says that they do the same work.",
-        ),
+    *heading(
+        "ratio", "How much smaller, layer by layer?", (dispersion_ratio,),
+        "The intervals are about other inputs of the same kind, not about other training runs. Layers are matched "
+        "by their position; nothing says that they do the same work.",
     ),
-)
-EXTERNAL = (
-    Heading(
-        "spread",
-        "How far apart are the scores?",
-        (dispersion_by_layer, dispersion_by_keys),
-        (
-            "Percentiles pool the queries of all heads of a layer; layers are numbered as they first ran. The "
-            "maximum (p100) is one single query.",
-        ),
-    ),
-)
+)  # fmt: skip
+EXTERNAL = heading(
+    "spread", "How far apart are the scores?", (dispersion_by_layer,),
+    "Percentiles pool the queries of all heads of a layer; layers are numbered as they first ran. The maximum "
+    "(p100) is one single query.",
+    "In causal models the first queries see few keys, and a range over fewer scores is smaller: they pull every "
+    "percentile down (--min-keys leaves them out).",
+)  # fmt: skip

@@ -32,7 +32,6 @@ from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.bounds.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.changes import (
-    WHOLE,
     Row,
     Unit,
     all_alike,
@@ -43,7 +42,7 @@ from semdiag.questions.k_sweep.changes import (
     costs,
     harmless,
     judged_conditions,
-    quarter_table,
+    length_table,
     rounded,
     smallest_enough,
     smallest_from,
@@ -234,9 +233,9 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
 
 
 def _grounds(findings: Findings, model: str) -> Iterator[str]:
-    """Yield what stands behind a verdict: places, samples, budgets, queries, training, the paper's conditions."""
+    """Yield what stands behind a verdict: lengths, samples, budgets, queries, training, the paper's conditions."""
     verdict, again = findings(sparse_verdict, model), rows_of(findings(change_table), model)
-    yield from place_lines(findings, model)
+    yield from length_lines(findings, model)
     if verdict.samples:
         unit, samples = unit_of(findings, model), counted(verdict.samples, "sample")
         before = f"{rounded(verdict.before):.4g} nats" if math.isfinite(verdict.before) else "not a finite number"
@@ -253,7 +252,7 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
             )
         yield from _unseen_lines(unit, records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]))
     if len(findings.measurements.budgets):
-        yield from budget_lines(findings, model)
+        yield from _budget_lines(findings, model)
     if verdict.queries:
         yield (
             f"Weight kept is the mean over {counted(verdict.queries, 'query')} with more than "
@@ -272,19 +271,11 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
     yield from _conditions_lines(findings, model, verdict.k)
 
 
-def place_lines(findings: Findings, model: str) -> Iterator[str]:
-    """Yield sentences on top-k's changes from the first to the last quarter of texts, and on the k per length."""
-    verdict, own = findings(sparse_verdict, model), rows_of(findings(quarter_table), model)
-    if own.empty:
+def length_lines(findings: Findings, model: str) -> Iterator[str]:
+    """Yield sentences on the k that each kind of mask needs at each length of texts."""
+    if rows_of(findings(length_table), model).empty:
         return
     unit = unit_of(findings, model)
-    own = own[(own["length"] == 0) & (own["quarter"] != WHOLE) & (own["mask"] == TOP_K) & (own["k"] == verdict.k)]
-    if len(own) and unit.perplexity:
-        each = ", ".join(unit.amount(change, True) for change in own.sort_values("quarter")["change"])
-        yield (
-            f"Change of perplexity by top-k with {counted(verdict.k or 0, 'key')}, from the first to the last "
-            f"quarter of the positions: {each}. Early positions have few keys to lose."
-        )
     needed, limit = findings(smallest_enough, model), unit.limit(tolerance_of(findings, unit.measure))
     for mask, rows in needed[needed["mask"] != RANDOM].groupby("mask", sort=False):
         each = ", ".join(f"{needed_words(row)} at {counted(row['length'], 'token')}" for row in records(rows))
@@ -324,7 +315,7 @@ def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator
 _HELD = {True: "within", False: "not within", None: "inconclusive against"}
 
 
-def budget_lines(findings: Findings, model: str) -> Iterator[str]:
+def _budget_lines(findings: Findings, model: str) -> Iterator[str]:
     """Yield the changes by each budget of a model, and on which samples; nothing without budgets."""
     content, again = findings(budget_content, model), rows_of(findings(change_table), model)
     rows = {row["mask"]: row for row in records(again)}
@@ -408,7 +399,7 @@ def answer(findings: Findings) -> Answer:
         shown += [_every_k(result)] if result["sweep"] else []
     sweep = measurements.sweep
     tables = {"k_sweep": sweep[sweep["layer"] == ALL], "k_sweep_conditions": findings(condition_table)}
-    tables |= {"k_sweep_rerun": findings(change_table), "k_sweep_quarters": findings(quarter_table)}
+    tables |= {"k_sweep_rerun": findings(change_table), "k_sweep_lengths": findings(length_table)}
     glance = findings(sparse_glance)
     headline = [f"Sparse attention, {glance.answer}: {glance.number} {glance.words}."]
     if len(models) == 1:
@@ -437,9 +428,8 @@ def _swept(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _result(findings: Findings, model: str) -> Summary:
-    """Return what JSON says of a model."""
     measurements = findings.measurements
-    tables = {"rerun": findings(change_table), "quarters": findings(quarter_table)}
+    tables = {"rerun": findings(change_table), "by_length": findings(length_table)}
     tables |= {"conditions": findings(condition_table), "sweep": measurements.sweep}
     result: Summary = {"unit": "nats", "verdict": asdict(findings(sparse_verdict, model))}
     result |= {name: records(rows_of(table, model).drop(columns="model")) for name, table in tables.items()}
@@ -453,7 +443,6 @@ def _result(findings: Findings, model: str) -> Summary:
 
 
 def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
-    """Return a row a mask: what it changed."""
     measure = rows[0]["measure"]
     several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
     control = {} if several else {row["k"]: row["change"] for row in rows if row["mask"] == RANDOM}
@@ -471,7 +460,6 @@ def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
 
 
 def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
-    """Say why some rows have no weight."""
     top = [row for row in rows if row["mask"] == TOP_K and math.isnan(row["weight_kept"])]
     above = [row["k"] for row in top if row["kept"] < 1]
     kept = [row["k"] for row in top if row["kept"] == 1]

@@ -113,11 +113,6 @@ class NeededKeys:
         return BUDGET_TABLE.of_rows(rows)
 
 
-def budget_name(level: float, block: int = 1) -> str:
-    """Return the name of a budget that keeps a share of the weight: ``weight-95``, ``weight-99-blocks-of-64``."""
-    return f"weight-{100 * level:.0f}" + (f"-blocks-of-{block}" if block > 1 else "")
-
-
 def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
     """Return a budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
     return {place: TopK(tuple(numbers), block=block) for place, numbers in budget.items()}
@@ -181,7 +176,8 @@ def search(
     named: dict[tuple[str, int], Mapping[Place, Sequence[int]]] = {}
     for level in BY_WEIGHT:
         for block in needed.blocks:
-            named[budget_name(level, block), block] = needed.smallest(level, block)
+            name = f"weight-{100 * level:.0f}" + f"-blocks-of-{block}" * (block > 1)
+            named[name, block] = needed.smallest(level, block)
     best = greedy(needed, cost, limit, _MOST_RUNS)
     if best is not None:
         named[GREEDY, 1] = best
@@ -201,14 +197,10 @@ def greedy(
 ) -> dict[Place, list[int]] | None:
     """Return a budget with a small total whose cost is within a tolerance."""
     ladder = [needed.smallest(level) for level in LEVELS]
-    runs, start = 0, None
-    for step, budget in enumerate(ladder):
-        runs += 1
-        if cost(budget) <= tolerance:
-            start = step
-            break
+    start = next((step for step, budget in enumerate(ladder) if cost(budget) <= tolerance), None)
     if start is None:
         return None
+    runs = start + 1
     at = {(place, head): start for place, numbers in ladder[0].items() for head in range(len(numbers))}
 
     def budget_of(steps: Mapping[tuple[Place, int], int]) -> dict[Place, list[int]]:
@@ -246,19 +238,11 @@ def greedy(
 TOP_K, RANDOM = "topk", "random"
 SINKS = 4  # first keys that a window keeps, as in StreamingLLM
 SHARES = 0.8, 0.9, 0.95, 0.99  # shares of the weight that top-p keeps
-# What each kind is, in the order of tables.
-KINDS = {
-    TOP_K: "the k largest scores of each query and head",
-    "topk-group": "the k heaviest keys of each query, the same for all heads that share a key head",
-    "topk-layer": "the k heaviest keys of each query, the same for all heads of a layer",
-    "topk-4-layers": "the k heaviest keys of each query in every fourth layer, kept by the three layers after it",
-    "block-16": "the blocks of 16 keys with the largest mean score, k keys in all",
-    "block-32": "the blocks of 32 keys with the largest mean score, k keys in all",
-    "block-64": "the blocks of 64 keys with the largest mean score, k keys in all",
-    "window": f"the nearest keys and the first {SINKS}, k in all",
-    "topp": "the fewest keys that hold 80, 90, 95 or 99% of the weight of each query and head",
-    RANDOM: "k keys drawn at random, a control",
-}
+# Described in docs/commands/k-sweep.md; in the order of tables.
+KINDS = (
+    TOP_K, "topk-group", "topk-layer", "topk-4-layers", "block-16", "block-32", "block-64", "window", "topp",
+    RANDOM,
+)  # fmt: skip
 OF_ENGINES = "tile-", "skip-"  # begins of kinds: see semdiag.capturing.sparsify.engine_rule
 OWN_KINDS = TOP_K, RANDOM  # the kinds of a run without --kinds
 EXTERNAL_KINDS = TOP_K, "topk-layer", "block-16", "window", RANDOM

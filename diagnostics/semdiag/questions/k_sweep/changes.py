@@ -24,7 +24,6 @@ from semdiag.questions.k_sweep.rerun import (
     HARM,
     MOST_HARMED,
     NO_MASK,
-    QUARTERS,
     TOLERANCES,
     UNITS,
     Numbers,
@@ -34,7 +33,6 @@ from semdiag.questions.k_sweep.rerun import (
 
 Row = Mapping[str, Any]
 SEEN = 0.1  # of the tolerance: a smaller change of a sample is as good as none
-WHOLE = 0  # in the column quarter: all positions
 _OF_THE_SWEEP = ("weight_kept", "weight_kept_without_first", "head_change", "stream_change")
 
 
@@ -138,38 +136,29 @@ def _ratio(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> float:
     return float(sums.sum() / counts.sum()) if counts.sum() else math.nan
 
 
-def quarter_table(findings: Findings) -> pd.DataFrame:
-    """Return the mean change of the loss by length, mask and quarter, with 95% intervals over samples."""
+def length_table(findings: Findings) -> pd.DataFrame:
+    """Return the mean change by each mask at each length of texts, with 95% intervals over samples."""
     rows: list[dict[str, Any]] = []
-    for place, own in findings.measurements.rerun_quarters.groupby(["model", "length"], sort=False):
-        measure, unit = ("loss", "targets") if own["targets"].sum() else ("divergence", "predictions")
-        parts = own.pivot_table(
-            index=["mask", "k", "sample"], columns="quarter", values=[measure, unit], aggfunc="sum"
-        )
-        parts = parts.astype(np.float64)
-        base = parts.loc[NO_MASK].droplevel("k")
-        kept = own[own["mask"] != NO_MASK].groupby(["mask", "k"])[["kept", "keys"]].sum()
-        every = [*range(1, QUARTERS + 1)]
-        for mask, k in kept.index:
-            these = parts.loc[mask, k]
-            before = base.loc[these.index]
-            common = dict(zip(("model", "length"), cast("tuple[str, int]", place), strict=True))
-            common |= {"mask": mask, "k": int(k), "samples": len(these), "measure": measure}
-            common |= {"kept": float(kept["kept"][mask, k] / kept["keys"][mask, k])}
-            for quarter in (WHOLE, *every):
-                at = every if quarter == WHOLE else [quarter]
-                sums = (these[measure][at] - before[measure][at]).sum(axis=1).to_numpy()
-                counts = these[unit][at].sum(axis=1).to_numpy()
-                change = _interval(sums, counts, tolerance_of(findings, measure))
-                rows.append({**common, "quarter": quarter, **change})
-    order = ["model", "length", "mask", "k", "quarter", "samples", "measure", "change", "low", "high", "kept"]
+    for place, again in findings.measurements.rerun_lengths.groupby(["model", "length"], sort=False):
+        measure = measure_of(again)
+        unit, limit = "targets" if measure == "loss" else "predictions", tolerance_of(findings, measure)
+        sums = again.groupby(["mask", "k", "sample"])[[measure, unit, "kept", "keys"]].sum()
+        before = sums.loc[NO_MASK].droplevel("k")[measure]
+        for mask, k in dict.fromkeys((mask, k) for mask, k, _ in sums.drop(NO_MASK).index):
+            own = sums.loc[mask, k]
+            change = (own[measure] - before[own.index]).to_numpy(np.float64)
+            row = dict(zip(("model", "length"), cast("tuple[str, int]", place), strict=True))
+            row |= {"mask": mask, "k": int(k), "samples": len(own), "measure": measure}
+            row |= _interval(change, own[unit].to_numpy(np.float64), limit)
+            rows.append(row | {"kept": _ratio(own["kept"], own["keys"])})
+    order = ["model", "length", "mask", "k", "samples", "measure", "change", "low", "high", "kept"]
     return pd.DataFrame(rows, columns=order)
 
 
 def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
     """By length and kind of mask the smallest k that was run from which on the mean change is tolerated."""
-    own = rows_of(findings(quarter_table), model)
-    own = own[(own["length"] > 0) & (own["quarter"] == WHOLE) & own["mask"].isin(KINDS)]
+    own = rows_of(findings(length_table), model)
+    own = own[own["mask"].isin(KINDS)]
     rows = []
     for place, these in own.groupby(["length", "mask"], sort=False):
         length, mask = cast("tuple[int, str]", place)
@@ -255,12 +244,10 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
 
 
 def _holds(tested: Row, limit: float) -> bool | None:
-    """Return whether a budget suffices; None if these samples do not decide."""
     return True if harmless(tested, limit) else False if costs(tested, limit) else None
 
 
 def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the layers of a budget, each with k by head."""
     attentions: dict[tuple[str, int], dict[str, Any]] = {}
     for row in records(rows.sort_values(["layer", "head"])):
         names = {name: row[name] for name in ("layer", "module", "occurrence")}
@@ -364,7 +351,7 @@ def unit_of(findings: Findings, model: str) -> Unit:
     own = rows_of(measurements.rerun, model)
     measure = measure_of(own)
     if own.empty:  # its texts alone were cut into lengths
-        measure = "loss" if rows_of(measurements.rerun_quarters, model)["targets"].sum() else "divergence"
+        measure = "loss" if rows_of(measurements.rerun_lengths, model)["targets"].sum() else "divergence"
     causal = rows_of(measurements.models, model)["attention"].iloc[0] == "causal"
     targets = own.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(own) else 2
     return Unit(measure, bool(measure == "loss" and causal and targets > 1))

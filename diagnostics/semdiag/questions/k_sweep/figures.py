@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from semdiag.measuring.findings.findings import Findings, records
+from semdiag.measuring.table import rows_of
 from semdiag.measuring.words import counted
 from semdiag.presenting.answer import heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends, short_labels
@@ -24,7 +25,7 @@ from semdiag.presenting.drawing.style import (
     wrapped,
 )
 from semdiag.questions.k_sweep.budgets import KINDS, OF_ENGINES, RANDOM
-from semdiag.questions.k_sweep.changes import WHOLE, Unit, change_table, quarter_table, tolerance_of, unit_of
+from semdiag.questions.k_sweep.changes import Unit, change_table, length_table, tolerance_of, unit_of
 
 _CHANGES = {
     "loss": "increase of the loss (nats)",
@@ -100,8 +101,7 @@ def _share_axis(ax: Axes, shares: pd.Series) -> None:
 
 def _fixed_k(findings: Findings, model: str) -> pd.DataFrame:
     """Return what the largest k that was run at every length costs at each; empty for one length."""
-    table = findings(quarter_table)
-    table = table[(table["model"] == model) & (table["length"] > 0) & (table["quarter"] == WHOLE)]
+    table = rows_of(findings(length_table), model)
     table = table[table["mask"].isin(set(_kinds(table)) - {RANDOM})]
     lengths = table.groupby("k")["length"].nunique()
     common = lengths[lengths == table["length"].nunique()].index

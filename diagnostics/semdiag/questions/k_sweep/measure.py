@@ -1,6 +1,6 @@
 """Within one model, for many k at once: what its scores would be if each query kept its k largest."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,26 +13,24 @@ from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.outputs import masked_language
-from semdiag.measuring.probe import Probe, Subject, percentiles
-from semdiag.measuring.table import ALL, Table, columns_of
+from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
 from semdiag.questions.k_sweep.budgets import (
     BUDGET_TABLE,
     EXTERNAL_KINDS,
     OWN_KINDS,
-    TOP_K,
     halves,
     masks_of,
     search,
 )
-from semdiag.questions.k_sweep.rerun import NO_MASK, QUARTERS_TABLE, RERUN_TABLE, few_ks, packed, rerun, rerun_ks
+from semdiag.questions.k_sweep.rerun import LENGTHS_TABLE, RERUN_TABLE, few_ks, packed, rerun, rerun_ks
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_models import InputError
 
 
 def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> TopScores:
-    """Return what is to see a clean pass of a model."""
     loaded, size = subject.model, subject.batch_size
     batches = split(subject.first[0], size)
     longest, keys = longest_call(loaded, batches, subject.device, subject.dtype)
@@ -79,11 +77,10 @@ SWEEP_ESTIMATES = Table(
     "pooled: the estimate with its 95% interval (empty where too few were drawn).",
     columns_of("model str; k int64; quantity statistic target str; estimate low high float64"),
 )
-_TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, QUARTERS_TABLE, BUDGET_TABLE)
+_TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, LENGTHS_TABLE, BUDGET_TABLE)
 
 
 def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
-    """Return all tables of a k-sweep of one model."""
     loaded, labels, min_keys = subject.model, subject.first[1], prepared or 1
     tables = {table.name: table.empty() for table in _TABLES}
     if not _scored(loaded):
@@ -103,10 +100,8 @@ def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mappin
         subject.remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
     if seen.thinned:
         subject.remark(seen.thinned, "k-sweep-thinned")
-    parts = [seen.table()]
     if plan.reruns(loaded.external) or (plan.seconds and loaded.external):
         tables |= _reruns(subject, seen, plan, whole)
-        parts += [pd.DataFrame(rows)] if (rows := [*_accuracies(tables["rerun"])]) else []
     if plan.budget:
         how = min_keys, subject.device, subject.dtype
         budgets, tests = search(loaded, seen.batches, labels, plan.tolerance, *how)
@@ -114,12 +109,11 @@ def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mappin
     if draws.share < 1:
         estimates = ({"model": loaded.path, **row} for row in seen.estimates())
         tables["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
-    tables["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
+    tables["sweep"] = K_SWEEP_TABLE.of_parts([seen.table().assign(model=loaded.path)])
     return tables
 
 
 def _scored(loaded: LoadedModel) -> bool:
-    """Return whether a model's mask depends on its scores, or may."""
     return loaded.external or loaded.encoder.config.attention in SCORED
 
 
@@ -149,18 +143,12 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
     subject.expect(whole + (1 + len(masks)) * few + more)
     labels = labels if labels is None or wanted else labels[:few]
-    places: list[dict[str, Any]] = []
-
-    def note(length: int, row: dict[str, Any]) -> None:
-        places.append({"model": loaded.path, "length": length, **row})
 
     def count(size: int, samples: int) -> None:
         subject.after_point(size * samples)
 
     try:
-        again = rerun(
-            loaded, chosen, labels, masks, after_batch=partial(count, 1), quarters=partial(note, 0), **how
-        )
+        again = rerun(loaded, chosen, labels, masks, after_batch=partial(count, 1), **how)
     except InputError as error:
         if plan.reruns(external=False):  # the user asked for it
             raise
@@ -169,12 +157,11 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     if plan.lengths and not again["predictions"].sum():
         why = f"of {loaded.path} the outputs are compared"
         raise InputError(f"--lengths is for models that predict tokens, and {why}.")
-    places += [{**row, "length": tokens} for row in places if tokens in {*plan.lengths} - {*pieces}]
+    cuts = [again.assign(length=tokens)] if tokens in {*plan.lengths} - {*pieces} else []
     for n, cut in pieces.items():
-        rerun(
-            loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), quarters=partial(note, n), **how
-        )
-    return {"rerun": again, "rerun_quarters": QUARTERS_TABLE.of_rows(places)}
+        passes = rerun(loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), **how)
+        cuts.append(passes.assign(length=n))
+    return {"rerun": again, "rerun_lengths": LENGTHS_TABLE.of_parts(cuts)}
 
 
 _MASK = 0.5  # what a mask takes at most of a watched pass: 1.1 to 2.2 forwards where that takes about 4
@@ -194,19 +181,6 @@ def _fitting(
         "rerun-samples",
     )
     return list(first_samples(batches, samples))
-
-
-def _accuracies(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield accuracy and unchanged predictions for every k of a rerun: over all targets, and by sample."""
-    own = again[again["mask"].isin((NO_MASK, TOP_K))]
-    own = own.assign(same=own["predictions"] - own["changed"])
-    for k, rows in own.groupby("k"):
-        for name, part, whole in (("accuracy", "correct", "targets"), ("same_prediction", "same", "predictions")):
-            some = rows[rows[whole] > 0]
-            if len(some):
-                row = {"layer": ALL, "head": ALL, "k": int(str(k)), "quantity": name}
-                row |= percentiles(some[part] / some[whole])
-                yield {**row, "mean": float(some[part].sum() / some[whole].sum())}
 
 
 def _watch(subject: Subject, plan: KSweepPlan, prepared: int | None) -> TopScores | None:

@@ -23,47 +23,17 @@ from semdiag.measuring.training_runs import token_ids
 from semdiag.measuring.words import FEWEST, counted
 from semdiag_models import InputError
 
-QUARTERS = 4
-QUARTERS_TABLE = Table(
-    "rerun_quarters",
-    (
-        "One row per length, mask, k, sample and quarter of the sample's positions (1 to 4; padding aside) of a "
-        "model that was run with masks. length: tokens of the inputs where --lengths cut them, 0 where they were "
-        "taken as they are. Sums over the quarter: targets, loss (nats), predictions, divergence (nats). kept of "
-        "keys: a quarter of the sample's part of all (NaN without a mask)."
-    ),
-    columns_of(
-        "model str; length int64; mask str; k int64; sample quarter int32; targets predictions int64; loss "
-        "divergence kept keys float64"
-    ),
-)
 
-
-def part_of(counted: Tensor, parts: Tensor | int = QUARTERS) -> Tensor:
-    """Return the part of each position (B, P) among its sample's counted positions, 1 to ``parts``; 0: none."""
-    before = counted.long().cumsum(1) - 1
-    among = counted.sum(1, keepdim=True).clamp(min=1)
-    return ((parts * before).div(among, rounding_mode="floor") + 1).where(counted, 0)
-
-
-def chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
+def _chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return into how many parts of at least ``chunk`` positions samples are cut, and sums over each."""
     if not chunk:
         return counted.new_ones(len(counted), dtype=torch.int64), {n: x.sum(1)[:, None] for n, x in terms.items()}
-    parts = counted.sum(1).div(chunk, rounding_mode="floor").clamp(min=1)
-    place = part_of(counted, parts[:, None]).clamp(min=1) - 1
+    among = counted.sum(1)
+    parts = among.div(chunk, rounding_mode="floor").clamp(min=1)
+    before = counted.long().cumsum(1) - 1
+    place = (parts[:, None] * before).div(among.clamp(min=1)[:, None], rounding_mode="floor").where(counted, 0)
     sums = {n: x.new_zeros(len(x), int(parts.max())).scatter_add_(1, place, x) for n, x in terms.items()}
     return parts, sums
-
-
-def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield sums over each quarter of the samples' positions."""
-    place = part_of(counted)
-    enough = (counted.sum(1) >= QUARTERS).nonzero()[:, 0].tolist()
-    for quarter in range(1, QUARTERS + 1):
-        sums = {name: x.where(place == quarter, 0).sum(1).tolist() for name, x in terms.items()}
-        for at in enough:
-            yield quarter, at, {name: x[at] for name, x in sums.items()}
 
 
 def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
@@ -119,14 +89,13 @@ Place = tuple[int, int]  # of a batch, and of a mask in it; 0: none
 
 @dataclass
 class Passes:
-    """What came of running a model with masks: rows of both tables, and what is to be remarked."""
+    """What came of running a model with masks: rows of the table, and what is to be remarked."""
 
     rows: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
-    quarters: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
     refused: dict[str, tuple[Place, str]] = field(default_factory=dict)  # the first time, by name, and why
     padded: bool = False
     drew: bool = False
-    reader: tuple[str, Sequence[str], str, str] | None = None  # its others, unread, reason and loss
+    notes: list[tuple[str, str]] = field(default_factory=list)  # how outputs are read
     state: Tensor = field(default_factory=torch.get_rng_state)  # state of torch's generator at the end
 
 
@@ -150,16 +119,8 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
             numbers.again()
             return batching.call(module, batch)
 
-        def masked(batch: Batch, keep: Keep) -> tuple[Any, dict[str, float], set[int]]:
-            with sparsify(module, keep) as mask:
-                output = run(batch)
-            kept, keys = mask.totals
-            samples = batching.samples_of(batch)
-            return output, {"kept": kept / samples, "keys": keys / samples}, mask.padded
-
         def add(at: Place, name: str, k: int, after: Answers, counts: dict[str, float]) -> None:
-            quarters = passes.quarters.setdefault(at, [])
-            passes.rows[at] = list(_rows(name, k, first, before, after, counts, order.chunk, quarters.append))
+            passes.rows[at] = list(_rows(name, k, first, before, after, counts, order.chunk))
 
         first, reader = 0, None
         for number, given in enumerate(order.batches):
@@ -181,13 +142,15 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
                     if name in passes.refused:
                         continue
                     try:
-                        output, counts, lengths = masked(batch, keep)
+                        with sparsify(module, keep) as restricted:
+                            output = run(batch)
                     except InputError as error:
                         if name not in order.optional:
                             raise
                         passes.refused[name] = (number, mask), str(error)
                         continue
-                    passes.padded = passes.padded or (plain and before.counted.shape[1] in lengths)
+                    counts = dict(zip(("kept", "keys"), (n / size for n in restricted.totals), strict=True))
+                    passes.padded |= plain and before.counted.shape[1] in restricted.padded
                     after = reader.read(output, batch, own)
                     after_batch(size)
                     add((number, mask), name, k, after, counts)
@@ -201,25 +164,17 @@ def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
                     f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {message})."
                 ) from error
             first += size
-    passes.reader = None if reader is None else (reader.others, reader.unread, reader.reason, reader.loss)
+    passes.notes = [] if reader is None else output_notes(reader)
     passes.state = torch.get_rng_state()
     return passes
 
 
 def _rows(
-    mask: str,
-    k: int,
-    first: int,
-    before: Answers,
-    after: Answers,
-    counts: dict[str, float],
-    chunk: int,
-    quarters: Callable[[dict[str, Any]], None],
+    mask: str, k: int, first: int, before: Answers, after: Answers, counts: dict[str, float], chunk: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per sample, or per part of one; those of its quarters are handed out."""
     counted, terms = before.counted, position_terms(before, after)
     chunk *= before.distribution
-    parts, sums = chunk_sums(counted, terms, chunk)
+    parts, sums = _chunk_sums(counted, terms, chunk)
     changes, listed = output_change(before, after).tolist(), {name: x.tolist() for name, x in sums.items()}
     counts = {"kept": math.nan, "keys": math.nan} | counts
     for at, many in enumerate(parts.tolist()):
@@ -227,12 +182,6 @@ def _rows(
         place |= {"output_change": changes[at]} | {name: count / many for name, count in counts.items()}
         for part in range(many):
             yield {**place, "part": part, **{name: x[at][part] for name, x in listed.items()}}
-    if not before.distribution:
-        return
-    summed = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
-    shares = {name: count / QUARTERS for name, count in counts.items()}
-    for quarter, at, own in quarter_sums(counted, summed):
-        quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})
 
 
 RERUN_TABLE = Table(
@@ -250,6 +199,11 @@ RERUN_TABLE = Table(
         "model mask str; k int64; sample part chunk int32; targets correct predictions changed classes int64; "
         "loss divergence output_change kept keys float64"
     ),
+)
+LENGTHS_TABLE = Table(
+    "rerun_lengths",
+    "The same of inputs that --lengths cut into pieces. length: tokens of each.",
+    {**RERUN_TABLE.columns, "length": "int64"},
 )
 # Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1% of a perplexity);
 # where nothing but outputs is known, 5% of their norm.
@@ -310,7 +264,6 @@ def rerun(
     remark: Callable[[str, str], None] = lambda text, code: None,
     optional: Sequence[str] = (),
     after_batch: Callable[[int], None] = lambda samples: None,
-    quarters: Callable[[dict[str, Any]], None] = lambda row: None,
     jobs: int = 1,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients."""
@@ -331,17 +284,13 @@ def rerun(
         remark(f"{name} was not run: {why}", "kind-not-run")
     if passed.drew:
         remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
-    for text, code in output_notes(*passed.reader) if passed.reader else ():
+    for text, code in passed.notes:
         remark(text, code)
-    for place in sorted(passed.quarters):
-        for row in passed.quarters[place]:
-            quarters(row)
     every = (row for place in sorted(passed.rows) for row in passed.rows[place])
     return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in every if row["mask"] not in passed.refused)
 
 
 def _divided(order: RerunOrder, jobs: int) -> Passes:
-    """Divide the masks among processes, and put together what came of them."""
     from semdiag.measuring.survey import run_in_parallel
     from semdiag_models.workers import LocalWorkers  # which needs joblib, as nothing else here does
 
@@ -356,7 +305,6 @@ def _divided(order: RerunOrder, jobs: int) -> Passes:
     first, *others = run_in_parallel(orders, workers)
     for other in others:
         first.rows |= other.rows
-        first.quarters |= other.quarters
         for name, refusal in other.refused.items():
             first.refused[name] = min(refusal, first.refused.get(name, refusal))
         first.padded |= other.padded
@@ -365,20 +313,21 @@ def _divided(order: RerunOrder, jobs: int) -> Passes:
 
 
 def _check_labels(labels: Any, samples: int) -> None:
-    """Refuse labels that are no tensor with an entry for each sample."""
     if not isinstance(labels, Tensor) or not labels.ndim or len(labels) != samples:
         plain = isinstance(labels, Tensor)
         got = f"shape {tuple(labels.shape)} for {counted(samples, 'sample')}" if plain else type(labels).__name__
         raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
 
 
-def output_notes(others: str, unread: Sequence[str], reason: str, loss: str) -> list[tuple[str, str]]:
-    """Return remarks on how outputs are read, as a reader's others, unread, reason and loss say it; with codes."""
-    read_alone = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
+def output_notes(reader: Reader) -> list[tuple[str, str]]:
+    """Return remarks on how outputs are read, each with a code."""
+    read_alone = f"of its inputs {', '.join(reader.unread)} are read by the model alone: its outputs are compared"
+    as_outputs = f"logits are compared as outputs, not as a distribution: {reader.reason}"
+    own_loss = f"the loss that is compared is the cross-entropy of logits and labels: {reader.loss}"
     notes = (
-        (others, f"of its outputs {others}", "outputs-compared"),
-        (unread, read_alone, "labels-unread"),
-        (reason, f"logits are compared as outputs, not as a distribution: {reason}", "logits-as-outputs"),
-        (loss, f"the loss that is compared is the cross-entropy of logits and labels: {loss}", "loss-of-logits"),
+        (reader.others, f"of its outputs {reader.others}", "outputs-compared"),
+        (reader.unread, read_alone, "labels-unread"),
+        (reader.reason, as_outputs, "logits-as-outputs"),
+        (reader.loss, own_loss, "loss-of-logits"),
     )
     return [(text, code) for wanted, text, code in notes if wanted]

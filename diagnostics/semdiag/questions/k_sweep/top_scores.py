@@ -148,7 +148,6 @@ def _totals(values: Tensor, used: Tensor) -> Tensor:
 
 
 def _joint(totals: Tensor) -> Tensor:
-    """Put totals (n, …, 6) together."""
     return torch.cat([totals[..., :4].sum(0), totals[..., 4:5].amin(0), totals[..., 5:].amax(0)], -1)
 
 
@@ -203,10 +202,8 @@ def quantities(part: Columns, ks: Sequence[int], output_ks: Sequence[int]) -> It
         yield from ((k, "load", values.double()) for k, values in zip(ks, part["load"], strict=False))
         return
     top, whole, keys = part["top"], part["range"].double(), part["keys"]
-    full = fixed_mask_stability(whole, keys).log_value
     yield 0, "dispersion", whole
-    yield 0, "ln_sound", full
-    yield 0, "evenness", part["entropy"] / keys.clamp(min=2).double().log().masked_fill(keys < 2, math.nan)
+    yield 0, "ln_sound", fixed_mask_stability(whole, keys).log_value
     highest, others = top[0].double(), part["others"].double().where(keys > 1, 0)
     mass, besides = torch.zeros_like(whole), torch.zeros_like(whole)
     for k in range(1, ks[-1] + 1):
@@ -219,7 +216,6 @@ def quantities(part: Columns, ks: Sequence[int], output_ks: Sequence[int]) -> It
         dispersion = (highest - lowest).where(drops, whole)
         separation = (lowest - following).masked_fill(~drops, math.inf)
         row = dispersion, separation, keys.clamp(max=k)
-        sound = heavy_hitter_stability(*row).log_value
         yield k, "dispersion", dispersion
         yield k, "ratio", (dispersion / whole).masked_fill(~(drops & (whole > 0)), math.nan)
         yield k, "separation", separation
@@ -228,15 +224,14 @@ def quantities(part: Columns, ks: Sequence[int], output_ks: Sequence[int]) -> It
         for name in _CHANGES:
             if name in part and k in output_ks:
                 yield k, name, part[name][output_ks.index(k)].double().masked_fill(~drops, math.nan)
-        yield k, "ln_sound", sound
+        yield k, "ln_sound", heavy_hitter_stability(*row).log_value
         yield k, "ln_paper", log_paper_heavy_hitter(*row)
-        yield k, "sound_better", (sound < full).double()
 
 
 # of a table, after which quantities of one k are ordered
 _ORDER = (
     "dispersion", "ratio", "separation", "weight_kept", "weight_kept_without_first", *_CHANGES, "load",
-    "ln_sound", "ln_paper", "sound_better", "evenness",
+    "ln_sound", "ln_paper",
 )  # fmt: skip
 
 
@@ -286,7 +281,6 @@ class TopScores:
         statistics = rows.statistics
         self.most_keys = max(self.most_keys, int(statistics.keys.max()))
         columns = {
-            "entropy": statistics.entropy,
             "top": statistics.top.movedim(-1, 0),
             "range": statistics.maximum - statistics.minimum,
             "keys": statistics.keys,

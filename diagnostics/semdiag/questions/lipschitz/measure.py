@@ -64,10 +64,15 @@ def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator
     forms = network_forms(encoder, trace_inputs(encoder, tokens))
     points = _points(encoder, tokens)
     generator = torch.Generator().manual_seed(seed)
-    for layer, (block, x, valid) in enumerate(_block_inputs(encoder, tokens)):
+    valid = encoder.valid(tokens)
+    with torch.no_grad():
+        x = encoder.embed(tokens)
+    for layer, block in enumerate(encoder.blocks):
         start = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
         with plain_attention(block):
             norms = _stretch(block, x, valid, start)
+        with torch.no_grad():
+            x = block(x, valid)
         bounds = log_input_constant(forms.blocks[layer].sound).expand(len(x))
         for sample, values in enumerate(zip(*norms, bounds.tolist(), *points[layer], strict=True)):
             numbers = dict(zip(("norm", "settled", "ln_sound", "ln_point", "ln_exact"), values, strict=True))
@@ -99,24 +104,6 @@ def plain_attention(block: nn.Module) -> Iterator[None]:
         yield
     finally:
         attention.core = core
-
-
-def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Tensor, Tensor | None]]:
-    inputs_of_blocks: list[tuple[nn.Module, Tensor, Tensor | None]] = []
-
-    def keep(block: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> None:
-        inputs_of_blocks.append((block, inputs[0].clone(), inputs[1]))
-
-    handles = []
-    try:
-        for block in encoder.blocks:
-            handles.append(block.register_forward_pre_hook(keep))
-        with torch.no_grad():
-            encoder(tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return inputs_of_blocks
 
 
 def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:

@@ -17,7 +17,8 @@ from semdiag.capturing.batches import Batch, entries, longest, only_token_ids, s
 from semdiag.capturing.call_strips import CROSS
 from semdiag.capturing.inputs import SUFFIXES, TextOptions, Tokeniser, read_texts, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.calls.collector import Layers, as_mask
+from semdiag.mathematics.score_strips import as_mask
+from semdiag.measuring.calls.collector import Layers
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, counted_rows
 from semdiag.measuring.calls.running import placed, running
 from semdiag.measuring.encoders.traces import checked_tokens, fitting
@@ -60,7 +61,7 @@ class Sample:
         return Sample(batch, self.source, words, targets, why if longest(self.batch) > most else self.cut)
 
 
-def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
+def _read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
     """Return the input that is looked at: a text, or the first sample of the inputs."""
     options, given = conditions.texts, conditions.inputs
     if options.max_length is not None and options.max_length > LONGEST:
@@ -94,16 +95,16 @@ def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], token
     return sample if tokens is None else replace(sample, tokens=[str(word) for word in tokens][:LONGEST])
 
 
-def token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[str]]:
+def _token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[str]]:
     """Return labels of the queries and the keys of a call: tokens, or positions where tokens are not known."""
     of_queries = of_keys = sample.tokens
     if sample.targets is not None:
         of_queries = sample.targets if "decoder" in call.module.lower() else sample.tokens
-        of_keys = sample.tokens if is_crossing(call.module) else of_queries
+        of_keys = sample.tokens if _is_crossing(call.module) else of_queries
     return _fitting(of_queries, call.q.shape[2]), _fitting(of_keys, call.k.shape[2])
 
 
-def is_crossing(module: str) -> bool:
+def _is_crossing(module: str) -> bool:
     """Return whether a module's name says that its keys are of another sequence than its queries."""
     return any(word in module.lower() for word in CROSS)
 
@@ -122,7 +123,6 @@ def _of_batch(model: LoadedModel, batch: Batch, source: str) -> Sample:
 
 
 def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -> Sample:
-    """Return a text as the model's input."""
     tokenise = tokeniser_of(Path(source), model, options)
     batch: dict[str, Tensor] = tokenise([text])
     ids, decoder = _ids(batch, False), _ids(batch, True)
@@ -161,7 +161,6 @@ def _words(model: LoadedModel, ids: list[int] | None) -> list[str] | None:
 
 
 def _first_tokens(batch: Any, most: int) -> Any:
-    """Return a batch of token ids with only the first tokens of each tensor."""
     if isinstance(batch, Tensor):
         return batch[:, :most] if batch.ndim == 2 else batch
     if isinstance(batch, Mapping):
@@ -258,12 +257,12 @@ class _Collector:
         if self.size > LARGEST:
             self.seen_layers.clear()
             return
-        queries, keys = token_labels(call, self.sample)
+        queries, keys = _token_labels(call, self.sample)
         with torch.autocast(call.q.device.type, enabled=False):  # as for the statistics
             scores = call.scores(exact)
         heads = _heads(rows, scores)
         self.seen_layers.append(
-            SeenLayer(call.module, call.occurrence, queries, keys, is_crossing(call.module), heads)
+            SeenLayer(call.module, call.occurrence, queries, keys, _is_crossing(call.module), heads)
         )
 
 
@@ -309,7 +308,6 @@ def _run(
 
 
 def _heads(rows: CountedRows, scores: Tensor) -> list[Head]:
-    """Return the heads of a call of one sample."""
     call, counted = rows.call, rows.call.counted[..., None]
     allowed = (counted if call.allowed is None else counted & call.allowed).expand(scores.shape)
     selected = None if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
@@ -348,7 +346,7 @@ def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = No
         device = with_float64(device)
     if isinstance(model.module, Encoder):
         model.module.with_draws(conditions.seed)
-    sample = read_sample(model, conditions, text)
+    sample = _read_sample(model, conditions, text)
     if model.external:
         placed(model.module, device, DTYPES[conditions.dtype])  # in place: a copy may not fit into memory
     return see(model, sample, device, DTYPES[conditions.dtype], conditions.seed)

@@ -192,7 +192,6 @@ def _data(seen: Seen, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(name: str, tokens: Any, seen: Seen) -> np.ndarray:
-    """Return which tokens belong to a group, (L,) bool."""
     given, length = np.asarray(tokens), seen.length
     if given.dtype != bool or given.shape != (length,):
         raise InputError(f"The group {name} must be bool, ({length},). Got {given.dtype} of {given.shape}.")
@@ -251,7 +250,6 @@ def write_look(seen: Seen, k: int, command: str, place: Path, groups: Mapping[st
 
 
 def _head(place: Path) -> str | None:
-    """Return the beginning of a file; None if it does not exist."""
     if not place.exists():
         return None
     with open_file(place) as file:

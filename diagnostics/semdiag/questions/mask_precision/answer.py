@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from semdiag.capturing.attention_call import DENSE
+from semdiag.capturing.attention_call import DENSE, KINDS
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import sum_ratio_interval
-from semdiag.measuring.table import ALL
+from semdiag.measuring.table import ALL, rows_of
 from semdiag.measuring.words import (
     count,
     counted,
@@ -25,7 +25,6 @@ from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_fac
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, number_layers, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
-from semdiag.questions.mask_stability.mask_rows import SELECTIONS
 
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
@@ -98,7 +97,7 @@ def certified_words(row: Summary) -> str:
     return f"Certified rows that changed: {changed:,} of {row['certified_rows']:,}{fault}."
 
 
-def not_covered_words(row: Summary) -> str:
+def _not_covered_words(row: Summary) -> str:
     """Return how many rows of a format the error model does not cover, and why; empty if it covers all."""
     if not row["not_covered"]:
         return ""
@@ -122,7 +121,7 @@ def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
         _SHOWN, [{"format": one["format"], **row} for one in formats for row in [*one["layers"], one["all"]]]
     )
     for one in formats:
-        row, uncovered = one["all"], not_covered_words(one["all"])
+        row, uncovered = one["all"], _not_covered_words(one["all"])
         words = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
         yield f"{one['format']}: {' '.join(words)}"
 
@@ -130,9 +129,8 @@ def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
 def mask_words(findings: Findings, model: str) -> str:
     """Return which mask of a model was judged, or why none was."""
     measurements = findings.measurements
-    row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    kind = str(row["attention"])
-    if (selection := SELECTIONS.get(kind)) is None:
+    kind = str(rows_of(measurements.models, model)["attention"].iloc[0])
+    if kind not in KINDS or KINDS[kind].keeps in ("fixed", "redrawn"):
         return f"not applicable: the mask of {kind} attention does not depend on the input"
     kept_keys = pd.concat(
         [t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)]
@@ -142,8 +140,7 @@ def mask_words(findings: Findings, model: str) -> str:
     low, high = kept_keys.min(), kept_keys.max()
     if kind in DENSE:
         return f"the model selects no keys: this is the mask that top-{low} would choose from its scores"
-    own = f"the model's own mask, {f'{low} to {high} keys' if low < high else f'k = {low}'}"
-    return own if selection.ranked else f"{own}; no certificate is known for {kind} attention"
+    return f"the model's own mask, {f'{low} to {high} keys' if low < high else f'k = {low}'}"
 
 
 def refusals(findings: Findings, model: str) -> list[str]:
@@ -169,8 +166,7 @@ def answer(findings: Findings) -> Answer:
 _MARKERS = "osD^vP*Xh<>"  # of noise levels or formats
 
 
-def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
-    """Return the models with an input-dependent mask that was judged, last snapshots first."""
+def _judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
     measurements = findings.measurements
     kept = getattr(measurements, table).groupby("model")["kept"].last()
     judged = []
@@ -188,7 +184,7 @@ def draw_survival(findings: Findings, table: str, rows: pd.DataFrame, note: str)
     """Draw against layers the share of masks that stay the same, with its ends, and the certified share."""
     import seaborn as sns  # takes a second
 
-    models, curves = judged_models(findings, table), list(dict.fromkeys(rows["curve"]))
+    models, curves = _judged_models(findings, table), list(dict.fromkeys(rows["curve"]))
     shades = sns.color_palette("viridis_r", len(curves) + 1).as_hex()[1:]  # the colour-blind can tell them apart
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, name) in zip(axes, models, strict=True):

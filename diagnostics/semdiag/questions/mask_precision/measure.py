@@ -20,7 +20,7 @@ from semdiag.mathematics.rounding import (
     score_error,
     survives_rounding,
 )
-from semdiag.measuring.calls.collector import NotAvailableError, SampleNumbers
+from semdiag.measuring.calls.collector import SampleNumbers
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
@@ -94,12 +94,8 @@ def _strip(
     allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed.expand_as(scores)
     number = allowed.sum(-1)
     columns = {"counted": part.counted & (number > kept), "keys": number}
-    if not covered or not columns["counted"].any():
-        nothing = torch.zeros(len(formats), *number.shape, dtype=torch.bool, device=q.device)
-        columns |= {"follows": nothing[0]} | dict.fromkeys(("covered", "changed", "tied", "certified"), nothing)
-        return columns | {"lost": torch.full_like(nothing, torch.nan, dtype=torch.float64)}
     before = top_set(scores, kept)
-    columns["follows"] = columns["counted"] & _follows(part, keys, scores, selection)
+    columns["follows"] = columns["counted"] & covered & _follows(part, keys, scores, selection)
     by_format: dict[str, list[Tensor]] = {}
     for kind in formats:
         error = score_error(q, keys, scale, kind)
@@ -182,8 +178,6 @@ class PrecisionPlan:
 
 @dataclass
 class _Collector:
-    """Collects the rows of both tables, call by call."""
-
     model: str
     plan: PrecisionPlan
     selection: Selection
@@ -222,14 +216,11 @@ class _Collector:
 
 
 def _measure(subject: Subject, plan: PrecisionPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
-    """Compare the mask of every query in float64 with that of its rounded query, keys and scores."""
     loaded = subject.model
     kind = "full" if loaded.external else loaded.encoder.config.attention
     selection = selection_of(kind)
     if selection is None:
         return {"rounded_masks": ROUNDED_MASKS.empty(), "lost_weights": LOST_WEIGHTS.empty()}
-    if not selection.ranked:
-        raise NotAvailableError(f"the scores alone do not say which keys {kind} attention keeps")
     collected = _Collector(loaded.path, plan, selection, prepared or 1)
     with running(loaded, collected.add, subject.device, subject.dtype) as run:
         for batch in split(subject.first[0], subject.batch_size):

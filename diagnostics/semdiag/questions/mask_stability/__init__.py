@@ -21,13 +21,6 @@ class NoisePlan:
         "--noise", metavar="LEVEL,LEVEL", panel=_NOISE, read=options.positive_numbers,
     )  # fmt: skip
     draws: int = chosen(5, "Noisy copies of each input at each noise level.", panel=_NOISE)
-    absolute: bool = chosen(
-        False, "Take the levels of --noise as absolute, not relative.", "--absolute", panel=_NOISE,
-    )  # fmt: skip
-    block: int = chosen(
-        0, "Add the noise to the input of this block; earlier blocks see none. 0: the embedded tokens.",
-        "--at-block", panel=_NOISE,
-    )  # fmt: skip
     k: int = chosen(
         SUPPOSED_K, "Full-attention models have no mask: test the one that top-k would choose, with this k.",
     )  # fmt: skip
@@ -35,7 +28,7 @@ class NoisePlan:
 
     def __post_init__(self) -> None:
         check_levels(self.levels)
-        options.check_least(self, draws=1, block=0, k=1)
+        options.check_least(self, draws=1, k=1)
 
 
 def _ask(
@@ -55,7 +48,7 @@ def _ask(
     from semdiag.questions.mask_precision.measure import PrecisionPlan
 
     plans: dict[str, NoisePlan | PrecisionPlan] = {}
-    if "precision" not in shared.typed or {"levels", "draws", "absolute", "block"} & shared.typed:
+    if "precision" not in shared.typed or {"levels", "draws"} & shared.typed:
         plans["mask-stability"] = plan
     if "precision" in shared.typed:
         plans["mask-precision"] = PrecisionPlan(options.listed_names(precision), plan.k)

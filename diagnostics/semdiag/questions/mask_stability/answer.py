@@ -60,8 +60,7 @@ def heads_pooled(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def effect_table(findings: Findings) -> pd.DataFrame:
-    """Return the effect of the noise on outputs by model and level, over samples."""
+def _effect_table(findings: Findings) -> pd.DataFrame:
     rows = []
     for (model, level), effects in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
         after = mean_interval(effects, "correct_after").if_varied()
@@ -103,7 +102,6 @@ def _described(part: pd.DataFrame) -> Summary:
 
 
 def _middle_level(findings: Findings) -> tuple[float, pd.DataFrame]:
-    """Return the middle noise level, and the pooled rows of all levels."""
     table = findings(mask_table)
     table, levels = table[table["layer"] == ALL], sorted(table["level"].unique())
     return (float(levels[len(levels) // 2]) if levels else math.nan), table
@@ -118,7 +116,7 @@ def masks_glance(findings: Findings) -> Glance:
     kinds = findings.measurements.models.set_index("model")["attention"]
     without = rows["model"].map(kinds).isin(DENSE)
     with_mask, supposed = rows[~without], rows[without]
-    noise = f"stay the same under noise of {noise_words(findings, level)}"
+    noise = f"stay the same under noise of {percent(level, 'g')}"
     chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
     certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     tail = f"{changed:,} of {certified:,} certified ones changed"
@@ -132,26 +130,14 @@ def masks_glance(findings: Findings) -> Glance:
     return Glance(Outcome.MEASURED, percent_span(with_mask["exact"]), words)
 
 
-def noise_words(findings: Findings, level: float) -> str:
-    """Return a size of noise in words: ``1%``, or ``0.01`` if it is absolute."""
-    return f"{level:g}" if _plan(findings).get("absolute") else percent(level, "g")
-
-
-def mask_facts(findings: Findings) -> str:
+def _mask_facts(findings: Findings) -> str:
     """Return noise, samples and draws behind the judged masks."""
-    plan = _plan(findings)
-    block = plan.get("block", 0)
-    where = "the embedded tokens" if not block else f"the input of block {block}"
-    size = "absolute standard deviation" if plan.get("absolute") else "relative to each token's RMS"
     samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
+    plan = findings.measurements.provenance.get("mask_noise") or {}
     seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
+    noise = "Noise on the embedded tokens, relative to each token's RMS"
     draws = int(findings.measurements.masks["draws"].iloc[0])
-    return f"Noise on {where}, {size}; {counted(samples, 'sample')} per model, {draws} draws{seed}"
-
-
-def _plan(findings: Findings) -> dict[str, Any]:
-    plan = findings.measurements.provenance.get("mask_noise", {})
-    return plan if isinstance(plan, dict) else {}
+    return f"{noise}; {counted(samples, 'sample')} per model, {draws} draws{seed}"
 
 
 _SHOWN_COLUMNS = (
@@ -210,7 +196,7 @@ def _shown(name: str, result: Summary) -> Iterator[str | NumberTable | Folded]:
 
 def answer(findings: Findings) -> Answer:
     """Return agreement, certificate and prediction by noise level, head and pooled; and by number format."""
-    table, effects, results = findings(mask_table), findings(effect_table), {}
+    table, effects, results = findings(mask_table), findings(_effect_table), {}
     shown: list[str | NumberTable | Folded] = []
     for model in findings.measurements.models["model"]:
         of_model, precision = table[table["model"] == model], precision_of(findings, model)
@@ -237,7 +223,7 @@ def answer(findings: Findings) -> Answer:
     folded = [each.strip() if isinstance(each, str) else each for each in parts]
     return Answer(
         glance, [glance.sentence] * (not table.empty),
-        [f"{mask_facts(findings)}.", *folded] if len(table) else folded, tables=tables, results=results,
+        [f"{_mask_facts(findings)}.", *folded] if len(table) else folded, tables=tables, results=results,
         shown=shown,
     )  # fmt: skip
 
@@ -252,8 +238,8 @@ def masks_unchanged(findings: Findings) -> Figure:
     """Draw the share of unchanged masks, a curve for each noise level against layers."""
     table = findings(heads_pooled)
     names = {"exact": "same", "exact_low": "low", "exact_high": "high"}
-    table = table.assign(curve=[f"noise {noise_words(findings, level)}" for level in table["level"]])
-    note = f"Bands: 95% intervals from resampled sequences. {mask_facts(findings)}" if len(table) else ""
+    table = table.assign(curve=[f"noise {percent(level, 'g')}" for level in table["level"]])
+    note = f"Bands: 95% intervals from resampled sequences. {_mask_facts(findings)}" if len(table) else ""
     return draw_survival(findings, "masks", table.rename(columns=names), note)
 
 

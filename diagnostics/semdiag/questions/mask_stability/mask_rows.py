@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_call import KINDS
+from semdiag.capturing.attention_call import APPROXIMATE, KINDS
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.mask_stability import certified, kept_in_common, score_rounding, top_set
 from semdiag.mathematics.score_strips import part_of
@@ -23,28 +23,21 @@ class Selection:
 
     sign: int  # 1 if the largest scores are kept, -1 if the smallest
     by_model: bool  # whether the model itself selects; otherwise the set is the one that top-k would choose
-    ranked: bool = True  # whether the scores alone say which keys are kept
-
-
-# By kind of attention; None where the mask does not depend on the input.
-SELECTIONS: dict[str, Selection | None] = {
-    name: None
-    if kind.keeps in ("fixed", "redrawn")
-    else Selection(
-        -1 if kind.keeps == "smallest" else 1, kind.input_dependent, kind.keeps in ("all", "largest", "smallest")
-    )
-    for name, kind in KINDS.items()
-}
 
 
 def selection_of(kind: str) -> Selection | None:
-    """Return how masks of a kind of attention are selected."""
-    if kind not in SELECTIONS:
+    """Return how masks of a kind of attention follow from the scores; None if they do not depend on the input."""
+    if kind not in KINDS:
         raise InputError(
             f"How {kind} attention selects its keys is not known here, so its masks cannot be judged. "
-            f"Known are {', '.join(SELECTIONS)}."
+            f"Known are {', '.join(KINDS)}."
         )
-    return SELECTIONS[kind]
+    if kind in APPROXIMATE:
+        raise NotAvailableError(f"the scores alone do not say which keys {kind} attention keeps")
+    found = KINDS[kind]
+    if found.keeps in ("fixed", "redrawn"):
+        return None
+    return Selection(-1 if found.keeps == "smallest" else 1, found.input_dependent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +64,10 @@ class Workspace:
     def like(self, name: str, shape: Sequence[int], of: Tensor) -> Tensor:
         """Return uninitialised memory of this shape, with the dtype and device of another tensor."""
         block = self._blocks.get(name)
-        if (
-            block is None
-            or block.numel() < math.prod(shape)
-            or (block.dtype, block.device) != (of.dtype, of.device)
-        ):
-            block = self._blocks[name] = of.new_empty(math.prod(shape))
-        return block[: math.prod(shape)].view(*shape)
+        size, kind = math.prod(shape), (of.dtype, of.device)
+        if block is None or block.numel() < size or (block.dtype, block.device) != kind:
+            block = self._blocks[name] = of.new_empty(size)
+        return block[:size].view(*shape)
 
 
 def row_changes(
@@ -88,7 +78,8 @@ def row_changes(
         raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
     check_rows(call, samples * (1 + draws * levels))
     length = call.k.shape[2]
-    kept = call.selected.shape[-1] if selection.by_model and call.selected is not None else min(k, length)
+    by_model = call.selected if selection.by_model else None
+    kept = min(k, length) if by_model is None else by_model.shape[-1]
     # Half precision is compared in float32, but its selection was rounded as it was.
     eps = torch.finfo(call.q.dtype).eps
     q, keys = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (call.q, call.k))
@@ -102,17 +93,12 @@ def row_changes(
         scores = _scores(q[:, :, part], keys, selection.sign * call.scale, workspace)
         if call.softcap is not None:  # it moves no two scores further apart
             scores = call.softcap * torch.tanh(scores / call.softcap)
-        bias, chosen = (part_of(values, slice(None), part) for values in (call.bias, call.selected))
+        bias, chosen = (part_of(values, slice(None), part) for values in (call.bias, by_model))
         if bias is not None:
             scores = scores + selection.sign * bias
         allowed = call.part(slice(samples), part).allowed  # of the clean samples; copies have the same
-        chosen = chosen if selection.by_model else None
-        if chosen is not None and not selection.ranked:
-            parts.append(_matched_strip(scores, allowed, chosen, samples, levels))
-            continue
-        parts.append(
-            _strip(scores, allowed, chosen, rounding[..., part], samples, kept, selection.sign, workspace)
-        )
+        strip = scores, allowed, chosen, rounding[..., part]
+        parts.append(_strip(*strip, samples, kept, selection.sign, workspace))
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     joined["counted"] &= call.counted[:samples]
     return RowChanges(**joined)
@@ -149,8 +135,9 @@ def _strip(
         clean = clean.masked_fill(~allowed, -torch.inf)
         allowed = allowed.expand(clean.shape)
     before = top_set(clean, kept, None if chosen is None else chosen[:samples])
-    keys = _numbers(allowed, clean)
+    keys = clean.new_full(clean.shape[:-1], clean.shape[-1], dtype=torch.int64)
     if allowed is not None:
+        keys = allowed.sum(-1)
         # A key that is not allowed must not widen the range: it gets the change of one that is.
         change = torch.where(allowed, change, _at(change, before.boundary[..., :1]))
     width = change.amax(-1) - change.amin(-1)
@@ -171,48 +158,12 @@ def _strip(
     }  # fmt: skip
 
 
-def _matched_strip(
-    scores: Tensor, allowed: Tensor | None, chosen: Tensor, samples: int, levels: int
-) -> dict[str, Tensor]:
-    """Do the same as :func:`_strip` for sets of any size that the scores alone do not determine."""
-    length = scores.shape[-1]
-    masks = torch.zeros(*scores.shape[:-1], length + 1, dtype=torch.bool, device=scores.device)
-    masks = masks.scatter_(-1, chosen.where(chosen >= 0, length), True)[..., :-1]
-    before, after = masks[:samples], _copies(masks, samples, levels)
-    clean, noisy = scores[:samples], _copies(scores, samples, levels)[0]
-    dropped = ~before if allowed is None else allowed & ~before
-    highest = clean.masked_fill(~dropped, -torch.inf).amax(-1)
-    moved = [
-        z.masked_fill(~kept, torch.finfo(z.dtype).min).softmax(-1) * kept
-        for z, kept in ((clean, before), (noisy, after[0]))
-    ]
-    return {
-        "counted": before.any(-1) & dropped.any(-1),
-        "separation": clean.masked_fill(~before, torch.inf).amin(-1) - highest,
-        "common": (before & after).sum(-1),
-        "changed": (before != after).any(-1),
-        "certified": torch.zeros(after.shape[:-1], dtype=torch.bool, device=scores.device),
-        "swing": torch.full(after.shape[:-1], torch.nan, dtype=scores.dtype, device=scores.device),
-        "response": (moved[1] - moved[0]).abs().sum(-1),
-        "kept": before.sum(-1),
-        "keys": _numbers(allowed, clean),
-    }
-
-
-def _numbers(allowed: Tensor | None, scores: Tensor) -> Tensor:
-    """Return how many keys each query of (…, r, L) scores may attend to: (…, r)."""
-    if allowed is None:
-        return scores.new_full(scores.shape[:-1], scores.shape[-1], dtype=torch.int64)
-    return allowed.expand(scores.shape).sum(-1)
-
-
 def _at(values: Tensor, positions: Tensor) -> Tensor:
     """Return entries of (D, N, b, H, r, L) at positions (b, H, r, n)."""
     return values.gather(-1, positions.expand(*values.shape[:-1], -1))
 
 
 def _weights(scores: Tensor, allowed: Tensor | None, chosen: Tensor | None) -> Tensor:
-    """Return attention weights over the chosen keys, or over all allowed ones."""
     if chosen is not None:
         allowed = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
     return (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)).softmax(-1)

@@ -1,6 +1,5 @@
 """Do masks survive input noise? Every query's set S against that of noisy copies of the same input."""
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.batches import Batch, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.censored import predicted_classes
@@ -24,7 +23,6 @@ from semdiag.presenting.options import SUPPOSED_K
 from semdiag.questions.mask_stability import NoisePlan
 from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, small_parts, token_size
-from semdiag_models import InputError
 
 MASKS = Table(
     "masks",
@@ -52,18 +50,13 @@ class MaskSums:
 
     def add(self, layer: int, changes: RowChanges) -> None:
         """Add one attention call."""
-        self._rows.setdefault(layer, []).append(
-            {
-                "counted": changes.counted,
-                "separation": changes.separation,
-                "agreement": changes.common.sum(0, dtype=torch.int32),
-                "changed": changes.changed.sum(0, dtype=torch.int32),
-                "certified": changes.certified.sum(0, dtype=torch.int32),
-                "certified_changed": (changes.changed & changes.certified).sum(0, dtype=torch.int32),
-                "response": changes.response,
-                "kept": changes.kept,
-            }
-        )
+        row = {name: getattr(changes, name) for name in ("counted", "separation", "response", "kept")}
+        counts = {
+            "agreement": changes.common, "changed": changes.changed, "certified": changes.certified,
+            "certified_changed": changes.changed & changes.certified,
+        }  # fmt: skip
+        row |= {name: values.sum(0, dtype=torch.int32) for name, values in counts.items()}
+        self._rows.setdefault(layer, []).append(row)
         sums = _swing_sums(changes)
         self._swings[layer] = self._swings[layer] + sums if layer in self._swings else sums
 
@@ -109,10 +102,9 @@ def _swing_sums(changes: RowChanges) -> Tensor:
     return torch.stack([count.double(), swing.sum((0, 2, 4)), swing.square_().sum((0, 2, 4))])
 
 
-def effects_table(
+def _effects_table(
     model: str, outputs: Sequence[Mapping[str, Tensor]], levels: Sequence[float], labels: Tensor | None
 ) -> pd.DataFrame:
-    """Return the table ``noise_effects``."""
     if not outputs:
         return NOISE_EFFECTS.empty()
     change, flipped, before, after = (torch.cat([part[name] for part in outputs], -1) for name in outputs[0])
@@ -153,61 +145,38 @@ def mask_stability(
     """
     plan = plan_of(NoisePlan, plan)
     loaded = unnamed(model)
-    copies = len(plan.levels) * plan.draws
-    cut = split(tokens, max(1, round(batch_size / (1 + copies))))
-    if loaded.external:
-        return _external(loaded, cut, plan, device, dtype, min_keys, after_batch, note), NOISE_EFFECTS.empty()
-    _check(loaded, plan)
-    config = loaded.encoder.config
-    runner = copy.deepcopy(loaded.encoder).to(device=device, dtype=dtype).eval()
-    probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block], min_keys)
-    with torch.inference_mode(), watch_attention(runner, probe.add):
-        for batch in cut:
-            probe.run(torch.as_tensor(batch).to(device, torch.int64))
-            after_batch(len(batch))
-    masks = probe.sums.table(loaded.path, plan.levels, plan.draws)
-    return masks, effects_table(loaded.path, probe.outputs, plan.levels, labels)
-
-
-def _external(
-    loaded: LoadedModel,
-    batches: Sequence[Batch],
-    plan: NoisePlan,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    min_keys: int,
-    after_batch: Callable[[int], None],
-    note: Callable[[str, str, str], None],
-) -> pd.DataFrame:
-    """Return the table ``masks`` of an external model."""
-    _check(loaded, plan)
-    probe = _Probe(plan, selection_of("full"), loaded.module, loaded.module, min_keys)
-    reach = Reach()
+    copies = 1 + len(plan.levels) * plan.draws
+    kind = "full" if loaded.external else loaded.encoder.config.attention
+    probe, reach = _Probe(plan, selection_of(kind), min_keys), Reach()
 
     def add(call: AttentionCall) -> None:
         probe.add(call)
-        reach.look(call, probe.samples)
+        if loaded.external:
+            reach.look(call, probe.samples)
 
     with running(loaded, add, device, dtype) as run:
-        for batch in batches:
+        for batch in split(tokens, max(1, round(batch_size / copies))):
             probe.samples = samples_of(batch)
-            copies = moved(repeated(batch, 1 + plan.draws * len(plan.levels)), run.device, run.dtype)
-            with noisy_embeddings(run.module, copies, probe.samples, probe.add_noise):
-                run(copies)
-            run.alike()
+            noisy = moved(repeated(batch, copies), run.device, run.dtype)
+            if loaded.external:
+                with noisy_embeddings(run.module, noisy, probe.samples, probe.add_noise):
+                    run(noisy)
+                run.alike()
+            else:
+                with noisy_copies(run.module.get_submodule("blocks.0"), probe.samples, probe.add_noise):
+                    probe.compare(run(noisy))
             after_batch(probe.samples)
     probe.sums.leave_out(reach.left_out(PROBE.name, note))
-    return probe.sums.table(loaded.path, plan.levels, plan.draws)
+    masks = probe.sums.table(loaded.path, plan.levels, plan.draws)
+    return masks, _effects_table(loaded.path, probe.outputs, plan.levels, labels)
 
 
 @dataclass
 class _Probe:
-    """Runs any model over clean and noisy inputs, with noise at the input of ``place``; sums over the draws."""
+    """Adds noise to the copies of inputs, and sums over its draws how masks and outputs change."""
 
     plan: NoisePlan
     selection: Selection | None
-    model: nn.Module
-    place: nn.Module
     min_keys: int
     samples: int = 0
     sums: MaskSums = field(default_factory=MaskSums)
@@ -218,21 +187,13 @@ class _Probe:
         self.seeds = torch.Generator().manual_seed(self.plan.seed)
         self.generators: list[list[torch.Generator]] = []  # by place, one for each draw
 
-    def run(self, tokens: Tensor) -> None:
-        """Pass clean samples and all their copies through the model, at once."""
-        self.samples = len(tokens)
-        copies = self.plan.draws * len(self.plan.levels)
-        with noisy_copies(self.place, self.samples, self.add_noise):
-            output = self.model(tokens.repeat(1 + copies, 1))
-        self.outputs.append(self.compare(output))
-
     def add_noise(self, copies: Tensor, place: int = 0) -> None:
         """Add noise to copies (D·N·b, L, d) of b inputs; levels differ in its size alone."""
         if place == len(self.generators):
             seeds = torch.randint(2**62, (self.plan.draws,), generator=self.seeds)
             self.generators.append([torch.Generator().manual_seed(int(seed)) for seed in seeds])
         copies = copies.view(self.plan.draws, -1, self.samples, *copies.shape[1:])
-        size = 1.0 if self.plan.absolute else token_size(copies[0, 0])
+        size = token_size(copies[0, 0])
         for draw, generator in enumerate(self.generators[place]):
             drawn = noise_of_samples(copies.shape[2:], generator, copies.dtype).to(copies.device) * size
             for at, level in enumerate(self.plan.levels):
@@ -246,17 +207,16 @@ class _Probe:
         changes = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
         self.sums.add(call.layer, replace(changes, counted=changes.counted & (changes.keys >= self.min_keys)))
 
-    def compare(self, logits: Tensor) -> dict[str, Tensor]:
-        """Return the effect of the noise on outputs, (levels, b), and clean predictions (b,)."""
+    def compare(self, logits: Tensor) -> None:
+        """Keep the effect of the noise on outputs, (levels, b), and clean predictions (b,)."""
         clean = logits[: self.samples].double()
         noisy = logits[self.samples :].view(self.plan.draws, -1, *clean.shape).double()
         before, after = predicted_classes(clean), predicted_classes(noisy)
-        return {
-            "logit_change": ((noisy - clean).norm(dim=-1) / clean.norm(dim=-1)).mean(0).cpu(),
-            "flipped": (after != before).double().mean(0).cpu(),
-            "before": before.cpu(),
-            "after": after.cpu(),
-        }
+        effects = {
+            "change": ((noisy - clean).norm(dim=-1) / clean.norm(dim=-1)).mean(0),
+            "flipped": (after != before).double().mean(0), "before": before, "after": after,
+        }  # fmt: skip
+        self.outputs.append({name: values.cpu() for name, values in effects.items()})
 
 
 def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
@@ -269,22 +229,12 @@ def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, p
     return {"masks": masks, "noise_effects": effects}
 
 
-def _check(model: LoadedModel, plan: NoisePlan, prepared: Any = None) -> None:
-    """Refuse a block that the model does not have."""
-    if model.external and plan.block:
-        raise InputError(f"Noise can enter {model.path} behind its embedding only. Got block {plan.block}.")
-    if not model.external and plan.block >= model.encoder.config.blocks:
-        last = model.encoder.config.blocks - 1
-        raise InputError(f"Noise can enter at blocks 0 to {last} of {model.path}. Got {plan.block}.")
-
-
 PROBE = Probe(
     "mask stability",
     NoisePlan,
     (MASKS, NOISE_EFFECTS),
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
-    check=_check,
     provenance=lambda plan, samples, few: {"mask_noise": asdict(plan), "probe_samples": few},
     reported=lambda options: NoisePlan(
         options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed

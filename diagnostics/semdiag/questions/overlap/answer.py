@@ -71,7 +71,7 @@ def answer(findings: Findings) -> Answer:
             reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
             shown.append(f"{title(findings, model)}: {reason}")
     return Answer(
-        glance=measured_glance(findings, findings.measurements.overlap), details=overlap_sentences(findings),
+        glance=measured_glance(findings, findings.measurements.overlap), details=_overlap_sentences(findings),
         tables={"overlap": with_facts(findings, table)}, results=results,
         more={"k": findings.measurements.provenance.get("overlap_k")}, shown=shown,
     )  # fmt: skip
@@ -90,8 +90,7 @@ _COLUMNS_SHOWN = (
 _BETWEEN = {"layers": "two layers", "heads": "two heads of a layer", "previous": "a query and the one before it"}
 
 
-def overlap_sentences(findings: Findings) -> list[str]:
-    """Return sentences for each model on how much the masks of layers, heads and successive queries overlap."""
+def _overlap_sentences(findings: Findings) -> list[str]:
     table, models = findings(overlap_table), findings.measurements.models
     kinds = dict(zip(models["model"], models["attention"], strict=True))
     ends = partial(interval_words, form="{:.3f}".format, level="")

@@ -62,12 +62,9 @@ class _Kept:
 
     k: int | None
     samples: int = 0  # samples of the running batch
-    calls: dict[int, tuple[Tensor, list[int]]] = field(
-        default_factory=dict
-    )  # kept keys; index in allowed, by head
-    allowed: list[Tensor] = field(
-        default_factory=list
-    )  # (B, L, Lk) bool: keys that heads may attend to, each once
+    # by layer: kept keys; index in allowed, by head
+    calls: dict[int, tuple[Tensor, list[int]]] = field(default_factory=dict)
+    allowed: list[Tensor] = field(default_factory=list)  # (B, L, Lk) bool, keys that heads may attend to, once
 
     def add(self, call: AttentionCall) -> None:
         check_rows(call, self.samples)
@@ -79,9 +76,8 @@ class _Kept:
             best = rows.scores.topk(min(self.k, rows.scores.shape[-1]), -1).indices
             chosen = torch.zeros_like(rows.selected).scatter_(-1, best, True) & rows.selected
         seen = call.part().allowed
-        of_heads = (
-            torch.ones_like(chosen[:, :1]) if seen is None else seen.expand(len(chosen), -1, *chosen.shape[2:])
-        )
+        shape = len(chosen), -1, *chosen.shape[2:]
+        of_heads = torch.ones_like(chosen[:, :1]) if seen is None else seen.expand(shape)
         views = [self._view(of_head) for of_head in of_heads.unbind(1)]
         chosen = chosen & (keys > chosen.sum(-1))[..., None]
         self.calls[call.layer] = chosen, views * (chosen.shape[1] // len(views))
@@ -96,7 +92,6 @@ class _Kept:
 
 
 def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
-    """Yield rows of one batch, whose first sample has the number ``before``."""
     shapes: dict[tuple[int, ...], list[int]] = {}
     for layer, (chosen, _) in kept.calls.items():
         shapes.setdefault((chosen.shape[0], *chosen.shape[2:]), []).append(layer)

@@ -6,12 +6,7 @@ from typing import Any
 from semdiag.presenting.options import chosen, listed_names, shared, whole_numbers
 from semdiag.presenting.question import Asked, Question
 
-TASKS = {
-    "passkey": "a number among filler text, asked for at the end",
-    "keys": "one of four numbers among filler text, each of a door of its own colour",
-    "variables": "the number behind a variable that was set to another variable",
-    "induction": "a segment of random tokens that begins again",
-}
+TASKS = "passkey", "keys", "variables", "induction"  # described in docs/commands/retrieval.md
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def _shares(some: int, every: int) -> dict[str, Any]:
     return {"right": some, "texts": every, "accuracy": some / every, "low": ends.low, "high": ends.high}
 
 
-def tile_table(findings: Findings) -> pd.DataFrame:
+def _tile_table(findings: Findings) -> pd.DataFrame:
     """Return what choices of blocks keep, heads together: over all layers (-1) and by layer."""
     rows, by = findings.measurements.tiles, ["model", "length", "kind", "k", "layer"]
     both = pd.concat([rows.assign(layer=ALL), rows], ignore_index=True)
@@ -56,7 +56,7 @@ def answer(findings: Findings) -> Answer | None:
     """Return what each kind of mask still finds, or that the model as it is finds too little."""
     if findings.measurements.retrieval.empty:
         return None
-    table, tiles = findings(retrieval_table), findings(tile_table)
+    table, tiles = findings(retrieval_table), findings(_tile_table)
     results: dict[str, Summary] = {}
     shown: list[str | NumberTable] = []
     for model in map(str, dict.fromkeys(table["model"])):
@@ -102,7 +102,7 @@ def _sentences(far: list[Summary]) -> Iterator[str]:
     """Yield what masks find of facts that stand farther back than the keys they keep, and their perplexity."""
     for model, task in dict.fromkeys((row["model"], row["task"]) for row in far):
         parts = [
-            f"{mask_name(row['mask'], row['k'])} {row['right']} of {row['texts']} "
+            f"{_mask_name(row['mask'], row['k'])} {row['right']} of {row['texts']} "
             f"({_interval(row['low'], row['high'])}; as it is {row['as_it_is']}; perplexity of the text "
             f"{row['perplexity_change']:+.1%})"
             for row in far
@@ -111,8 +111,7 @@ def _sentences(far: list[Summary]) -> Iterator[str]:
         yield f"{model}, {task}, told more than k tokens before: {'; '.join(parts)}."
 
 
-def mask_name(mask: str, k: int) -> str:
-    """Return a mask in words."""
+def _mask_name(mask: str, k: int) -> str:
     return "as it is" if mask == NO_MASK else f"{mask}, k = {k}" if k else mask
 
 
@@ -125,7 +124,7 @@ _TILES = (
 )  # fmt: skip
 _COLUMNS = (
     Column("task", form=text), Column("length", form=plain), Column("distance", form=plain),
-    Column("mask k", "mask", mask_name), Column("right", form=plain), Column("texts", "of", plain, drop=1),
+    Column("mask k", "mask", _mask_name), Column("right", form=plain), Column("texts", "of", plain, drop=1),
     Column("accuracy", form=percent, drop=NEVER), Column("low high", "95%", _interval, drop=2),
     Column("perplexity_change", "perplexity", lambda x: f"{x:+.1%}", drop=3),
 )  # fmt: skip
@@ -150,8 +149,8 @@ def retrieval_by_distance(findings: Findings) -> Figure:
         for (mask, k), color in zip(kinds, colors, strict=False):
             line = rows[(rows["mask"] == mask) & (rows["k"] == k)].groupby("distance")[["right", "texts"]].sum()
             shares = line["right"] / line["texts"]
-            ax.plot(line.index, shares, "o-", markersize=3, color=color, label=mask_name(mask, k))
-            ends += [(float(shares.iloc[-1]), mask_name(mask, k), color, "")] if len(shares) else []
+            ax.plot(line.index, shares, "o-", markersize=3, color=color, label=_mask_name(mask, k))
+            ends += [(float(shares.iloc[-1]), _mask_name(mask, k), color, "")] if len(shares) else []
         ax.set_xscale("log")
         ax.set_xticks(places := sorted(set(rows["distance"])), [f"{place:,}" for place in places])
         ax.minorticks_off()

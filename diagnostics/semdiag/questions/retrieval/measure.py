@@ -94,7 +94,6 @@ class Maker:
         return Told(ids, len(answer), length - len(answer) - len(self._begin) - cuts[0])
 
     def _told(self, task: str, draws: torch.Generator) -> tuple[list[list[int]], list[int], list[int]]:
-        """Return what is told, piece by piece, the question, and its answer."""
         if task == "induction":
             segment = self._drawn(_SEGMENT, draws)
             return [segment], segment[:-_ANSWER], segment[-_ANSWER:]
@@ -169,7 +168,6 @@ def retrieval(subject: Subject, plan: RetrievalPlan, prepared: Any = None) -> Ma
 
 
 def _logits(path: str, module: nn.Module, ids: Tensor) -> Tensor:
-    """Return the logits of the next token at every position, (B, L, V)."""
     try:
         output = batching.call(module, {"input_ids": ids})
     except InputError:

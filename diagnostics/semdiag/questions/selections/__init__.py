@@ -75,12 +75,10 @@ def _ask(
 
 
 def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn:
-    """Measure what a model selects."""
-    from semdiag.capturing.batches import split
-    from semdiag.capturing.inputs import read_batches
     from semdiag.capturing.loading import load
     from semdiag.mathematics.rounding import number_format
     from semdiag.measuring.measure import DTYPES
+    from semdiag.measuring.survey import inputs_of
     from semdiag.presenting.terminal import tell
     from semdiag.questions.selections.answer import own_answer, own_summary
     from semdiag.questions.selections.compare import Saving, own_selections
@@ -93,12 +91,7 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
     loaded = load(model, head=conditions.head)
     if not loaded.external:
         raise InputError(f"{model} is an encoder of semdiag's, whose attention is measured by semdiag info.")
-    if conditions.inputs is None and loaded.batches is None:
-        raise InputError(f"Name inputs for {model}: --inputs FILE, texts (.txt) or token ids (.npy, .npz, .pt).")
-    if conditions.inputs is None:
-        batches = split(loaded.batches, conditions.batch_size)
-    else:
-        batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
+    batches, *_ = inputs_of(loaded, conditions)
     dtype = conditions.decided([loaded], device).dtype
     measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
     written = [] if saving is None else saving.write()
@@ -109,7 +102,6 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
 
 
 def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Asked) -> NoReturn:
-    """Check one selection."""
     from semdiag.questions.selections.answer import check_answer, check_summary
     from semdiag.questions.selections.check import check_selection, read_selection
     from semdiag_models import InputError
@@ -129,7 +121,6 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Aske
 
 
 def _compare(first: Path, second: Path, format: str, layout: str, shared: Asked) -> NoReturn:
-    """Compare two selections."""
     from semdiag.questions.selections.answer import comparison_answer, comparison_summary
     from semdiag.questions.selections.check import read_selection
     from semdiag.questions.selections.compare import compare_selections
@@ -145,7 +136,6 @@ def _compare(first: Path, second: Path, format: str, layout: str, shared: Asked)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:
-    """Return versions, the command and its options."""
     import sys
     from importlib.metadata import version
 

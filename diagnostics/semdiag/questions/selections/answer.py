@@ -39,12 +39,6 @@ def comparison_sentences(answer: Summary) -> list[str]:
         first = f"layer {answer['first_layer']} is the first with a difference"
         sentences.append(f"{share}; {first}; mean overlap {answer['overlap']:.4f}.")
         sentences.append(f"Worst row: {place}, overlap {number(worst['overlap'])} ({worst['class']}).")
-    moved = answer["displacement"]
-    if moved["largest"]:
-        mean, largest = number(moved["mean"]), number(moved["largest"])
-        sentences.append(
-            f"Keys that both chose stand {mean} places apart on average, {largest} in the farthest row."
-        )
     lost = answer["lost"]
     if changed and lost["of"]:
         worst_lost = number(lost["largest"])
@@ -70,7 +64,6 @@ def ignored_sentences(answer: Summary) -> list[str]:
 
 
 def _verdict(answer: Summary) -> str:
-    """Return a sentence on what the differences are."""
     classes, rows = answer["classes"], answer["rows"]
     if not answer["changed"]:
         return f"The keys of {'all ' * (rows > 1)}{counted(rows, 'row')} are the same."
@@ -122,7 +115,6 @@ _IN_ORDER = ("exact", "legal_tie", "within_rounding", "within_error")
 
 
 def _named(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -142,7 +134,6 @@ _MEANING = {
 
 
 def _place(row: Sequence[int]) -> str:
-    """Return the indices of a row, one for each dimension."""
     return ",".join(map(str, row))
 
 
@@ -230,7 +221,6 @@ def own_answer(summary: Summary) -> Answer:
 
 
 def _worst(result: Summary) -> str:
-    """Return a sentence on the worst row."""
     worst = result["worst"]
     begin = f"Worst: row {_place(worst['row'])}, {worst['class']}"
     if worst["worst_chosen"] is None or worst["kth"] is None:
@@ -240,27 +230,25 @@ def _worst(result: Summary) -> str:
     return f"{begin}: {scores}, {gap}."
 
 
+def _summary(entry: dict[str, Any], provenance: dict[str, Any]) -> Summary:
+    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+
+
 def own_summary(measured: OwnSelections, model: str, format: str, provenance: dict[str, Any]) -> Summary:
     """Return what ``--json`` prints of a model's own selections."""
     rows = [_row(entry) for entry in measured.selections]
     faults = sum(row["faults"] for row in rows)
+    others = [
+        {"module": module, "shape": list(shape), "times": n} for (module, shape), n in measured.others.items()
+    ]
     entry = {
-        "model": model,
-        "format": format,
-        "selections": rows,
-        "rows": sum(row["rows"] for row in rows),
-        "faults": faults,
-        "passed": not faults,
-        "others": [
-            {"module": module, "shape": list(shape), "times": times}
-            for (module, shape), times in measured.others.items()
-        ],
-    }
-    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+        "model": model, "format": format, "selections": rows, "rows": sum(row["rows"] for row in rows),
+        "faults": faults, "passed": not faults, "others": others,
+    }  # fmt: skip
+    return _summary(entry, provenance)
 
 
 def _row(entry: OwnSelection) -> dict[str, Any]:
-    """Return one selection in plain numbers."""
     parts = entry.parts
     first, margin = parts[0], torch.cat([part.margin for part in parts])
     deciding = margin < torch.inf
@@ -298,39 +286,32 @@ def comparison_summary(
     compared: ComparedSelections, file: str, against: str, provenance: dict[str, Any]
 ) -> Summary:
     """Return what ``--json`` prints of two selections."""
-    rows, layers = compared.rows, layer_table(compared.rows)
+    rows, layers = compared.rows, _layer_table(compared.rows)
     diverged = layers.loc[layers["changed"] > 0, "layer"]
-    classes = rows["class"].value_counts()
+    classes, lost = rows["class"].value_counts(), rows["lost"]
     entry = {
         "file": file, "against": against, "tokens": compared.tokens, "heads": int(rows["head"].max()) + 1,
         "k": compared.k, "format": compared.format, "rows": len(rows), "overlap": float(rows["overlap"].mean()),
-        "changed": int((rows["overlap"] < 1).sum()), "displacement": _mean_and_largest(rows["displacement"]),
+        "changed": int((rows["overlap"] < 1).sum()),
         "classes": {str(name): int(number) for name, number in classes.items()},
         "by_own_scores": compared.by_own_scores, "layouts": list(compared.layouts),
         "ignored": list(compared.ignored), "first_layer": None if diverged.empty else int(diverged.iloc[0]),
-        "lost": {"of": compared.weight_of, **_mean_and_largest(rows["lost"])}, "worst": _least_overlap(rows),
+        "lost": {"of": compared.weight_of, "mean": float(lost.mean()), "largest": float(lost.max())},
+        "worst": _least_overlap(rows),
         "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
         "layers": layers.to_dict("records"), "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
     }  # fmt: skip
-    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+    return _summary(entry, provenance)
 
 
-def _mean_and_largest(values: "pd.Series[float]") -> dict[str, float]:
-    return {"mean": float(values.mean()), "largest": float(values.max())}
-
-
-def layer_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each layer."""
+def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
     differs = rows["overlap"] < 1
     first = rows[differs].groupby("token")["layer"].min().value_counts()
-    table = pd.DataFrame({"layer": rows["layer"], "rows": 1, "overlap": rows["overlap"], "changed": differs})
-    for name in (NUMERIC, BUG, UNEXPLAINED):
-        table[name] = rows["class"] == name
-    table["lost"] = rows["lost"]
-    how = {"rows": "sum", "overlap": "mean", "changed": "sum", NUMERIC: "sum", BUG: "sum", UNEXPLAINED: "sum"}
-    layers = table.groupby("layer", as_index=False).agg({**how, "lost": "mean"})
-    counts = layers["layer"].map(first).fillna(0).astype("int64")
-    layers.insert(4, "first", counts)
+    classes = {name: rows["class"] == name for name in (NUMERIC, BUG, UNEXPLAINED)}
+    table = rows[["layer", "overlap", "lost"]].assign(rows=1, changed=differs, **classes)
+    how = {"rows": "sum", "overlap": "mean", "changed": "sum", **dict.fromkeys(classes, "sum"), "lost": "mean"}
+    layers = table.groupby("layer", as_index=False).agg(how)
+    layers.insert(4, "first", layers["layer"].map(first).fillna(0).astype("int64"))
     return layers
 
 
@@ -357,7 +338,7 @@ def check_summary(checked: CheckedSelection, file: str, provenance: dict[str, An
         "passed": not checked.faults, "worst": _numbers(checked.worst),
         "worst_of_class": {name: _numbers(checked.worst_of(name)) for name in present},
     }  # fmt: skip
-    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+    return _summary(entry, provenance)
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:

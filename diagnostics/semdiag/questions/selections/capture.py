@@ -144,7 +144,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _last(scores: Tensor, dim: int) -> bool:
-    """Return whether a dimension is the last one."""
     return scores.ndim > 0 and dim % scores.ndim == scores.ndim - 1
 
 
@@ -206,10 +205,10 @@ def tokens_of(model: nn.Module, batch: Batch) -> Tokens:
 def causal_modules(model: nn.Module) -> frozenset[str]:
     """Return the names of the modules inside one that says that it is causal."""
     return frozenset(
-        name if not inner else f"{name}.{inner}" if name else inner
+        inner
         for name, module in model.named_modules()
         if getattr(module, "is_causal", False) is True
-        for inner, _ in module.named_modules()
+        for inner, _ in module.named_modules(prefix=name)
     )
 
 

@@ -109,7 +109,6 @@ def read_selection(path: Path, format: str = "", limits: bool = True) -> Selecti
 
 
 def _packed(path: Path, indices: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first key and the number of keys of each row of packed sequences."""
     rows = next((held for name, held in bounds.items() if name != "cu_seqlens_k"), None)
     keys = bounds.get("cu_seqlens_k", rows)
     rows = keys if rows is None else rows
@@ -150,8 +149,7 @@ def as_tensor(given: Any, name: str) -> Tensor:
         raise InputError(f"{name} must be a tensor or an array of numbers. Got {kind}.") from None
 
 
-def chosen_keys(given: Any) -> Tensor:
-    """Return indices (..., k) with at least one row and one key."""
+def _chosen_keys(given: Any) -> Tensor:
     indices = _whole(given, "indices")
     if indices.ndim == 0 or not indices.numel():
         raise InputError(
@@ -160,8 +158,7 @@ def chosen_keys(given: Any) -> Tensor:
     return indices[None] if indices.ndim == 1 else indices
 
 
-def float_scores(given: Any, indices: Tensor) -> Tensor:
-    """Return scores (..., n) for the rows of ``indices`` (..., k)."""
+def _float_scores(given: Any, indices: Tensor) -> Tensor:
     scores = as_tensor(given, "scores")
     if not scores.is_floating_point():
         raise InputError(
@@ -174,12 +171,11 @@ def float_scores(given: Any, indices: Tensor) -> Tensor:
             f"scores (..., n) and indices (..., k) must be of the same rows. Got {_shape(scores)} and "
             f"{_shape(indices)}."
         )
-    check_k(indices.shape[-1], scores.shape[-1])
+    _check_k(indices.shape[-1], scores.shape[-1])
     return scores
 
 
-def check_k(k: int, keys: int) -> None:
-    """Check that no more keys are chosen than there are."""
+def _check_k(k: int, keys: int) -> None:
     if k > keys:
         raise InputError(
             f"A row chooses k = {k:,} keys, but there are only {keys:,}. Are the scores those of the same tokens? "
@@ -212,8 +208,7 @@ def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def weights_of(given: Any, indices: Tensor) -> Tensor:
-    """Return weights (..., k) of the chosen keys."""
+def _weights_of(given: Any, indices: Tensor) -> Tensor:
     weights = as_tensor(given, "weights")
     fits = weights.numel() == indices.numel() and weights.shape[-1] == indices.shape[-1]
     if not weights.is_floating_point() or not fits:
@@ -345,16 +340,16 @@ def check_selection(
         [['legal_tie', 2.0, 2.0, 0.0], ['wrong', 1.0, 2.0, 1.0]]
     """
     kind = number_format(format)
-    chosen = chosen_keys(indices)
+    chosen = _chosen_keys(indices)
     if q is not None or k is not None:
         scores, error = _recomputed(scores, error, q, k, scale, kind)
-    given_scores = None if scores is None else float_scores(scores, chosen)
+    given_scores = None if scores is None else _float_scores(scores, chosen)
     errors = None if error is None else _errors(error, given_scores)
     shape = tuple(chosen.shape[:-1])
     valid, first = whole_numbers(lengths, "lengths"), whole_numbers(starts, "starts")
     known = _keys(keys, given_scores, valid, first, shape[-1] if causal else 0)
     if keys is not None:
-        check_k(chosen.shape[-1], keys)
+        _check_k(chosen.shape[-1], keys)
     beyond = min(max(int(chosen.long().max()) + 1, chosen.shape[-1]), _MOST)  # which no index reaches
     number = known or beyond
     allowed = allowed_keys(shape, number, valid, first, whole_numbers(documents, "documents"), bool(causal))
@@ -375,7 +370,6 @@ def check_selection(
 def _recomputed(
     scores: Any, error: Any, q: Any, k: Any, scale: float, kind: NumberFormat
 ) -> tuple[Tensor, Tensor]:
-    """Return scores of queries and keys in float64, and their error in a format."""
     if scores is not None or error is not None or q is None or k is None:
         raise InputError("Give scores (with their error, if they were recomputed), or else both q and k.")
     queries, keys = as_tensor(q, "q").double(), as_tensor(k, "k").double()
@@ -397,7 +391,6 @@ def _recomputed(
 
 
 def _errors(error: Any, scores: Tensor | None) -> Tensor:
-    """Return the error of each score (rows, n)."""
     given = as_tensor(error, "error").double()
     if scores is None:
         raise InputError("error says how far scores may be off, and there are no scores.")
@@ -414,7 +407,6 @@ def _errors(error: Any, scores: Tensor | None) -> Tensor:
 def _keys(
     given: int | None, scores: Tensor | None, lengths: Tensor | None, starts: Tensor | None, queries: int
 ) -> int | None:
-    """Return the number of keys of a row; None if unknown."""
     if given is not None:
         whole_number(given, "keys", 1)
         if given > _MOST:
@@ -442,7 +434,6 @@ def _table(
     kth: Tensor,
     left: Tensor,
 ) -> pd.DataFrame:
-    """Return the table of :func:`check_selection`."""
     places = np.unravel_index(allowed.counts.nonzero().squeeze(1).numpy(), shape)
     gap = torch.where(kth == worst, 0.0, kth - worst).clamp(min=0)
     separation = torch.where(worst == left, 0.0, worst - left)
@@ -508,11 +499,11 @@ def lay_out(file: SelectionFile, layout: str = "") -> LaidOut:
 
 
 def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
-    indices = chosen_keys(file.indices)
+    indices = _chosen_keys(file.indices)
     names = _names(layout, indices.ndim - 1)
     sizes = dict(zip(names, indices.shape, strict=False))
-    scores = None if file.scores is None else float_scores(file.scores, indices)
-    weights = None if file.weights is None else weights_of(file.weights, indices)
+    scores = None if file.scores is None else _float_scores(file.scores, indices)
+    weights = None if file.weights is None else _weights_of(file.weights, indices)
     kept = _valid_tokens(file, sizes, names)
     order = [names.index(name) for name in _AXIS_NAMES if name in names]
     layers, heads = sizes.get("layers", 1), sizes.get("heads", 1)
@@ -534,7 +525,6 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
 
 
 def _names(layout: str, count: int) -> list[str]:
-    """Return the names of the dimensions before k."""
     given = layout or _USUAL.get(count, "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     wrong = [name for name in names if name not in _AXIS_NAMES]

@@ -1,10 +1,9 @@
 """Do two engines choose alike?"""
 
-import contextlib
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -76,7 +75,6 @@ def compare_selections(
 
 
 def _check_alike(a: LaidOut, b: LaidOut) -> None:
-    """Refuse selections that are not of the same rows."""
     where = f"{a.file.path} and {b.file.path}"
     pairs = (
         ("k", a.indices.shape[-1], b.indices.shape[-1], ""),
@@ -121,8 +119,7 @@ def _weight_of(a: LaidOut, b: LaidOut) -> str:
 
 
 def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
-    """Return the table of :class:`ComparedSelections`."""
-    overlap, displacement = overlaps(a.sets, b.sets)
+    overlap = overlaps(a.sets, b.sets)
     number, each = len(overlap), a.layers * a.heads
     layer, head = np.divmod(np.arange(number) % each, a.heads)
     differs = overlap < 1
@@ -135,14 +132,12 @@ def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "token": np.arange(number) // each, "layer": layer, "head": head, "overlap": overlap.numpy(),
-            "displacement": displacement.numpy(),
             "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]), "lost": lost.numpy(),
         }
     )  # fmt: skip
 
 
 def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> np.ndarray:
-    """Return the class of each row that differs."""
     at = differs.nonzero().squeeze(1)
     known = [each.scores[at] for each in (a, b) if each.scores is not None]
     if not known or not len(at):
@@ -162,7 +157,6 @@ def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -
 
 
 def _by_own_scores(a: LaidOut, b: LaidOut, bug: Tensor, kind: NumberFormat) -> int | None:
-    """Return in how many rows of class bug each engine chose the top-k of its own scores."""
     if a.scores is None or b.scores is None:
         return None
     if not bool(bug.any()):
@@ -261,7 +255,6 @@ def _from_the_first(choices: Choices) -> tuple[Tensor, Tensor]:
 
 
 def _widened(rows: Tensor, width: int, filler: float) -> Tensor:
-    """Return rows with a filler behind them."""
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=filler)
 
 
@@ -274,15 +267,6 @@ class OwnSelection:
     parts: list[OwnRows] = field(default_factory=list)  # rows of each batch
 
 
-@dataclass
-class OwnSelections:
-    """A model's own selections."""
-
-    selections: list[OwnSelection]  # in the order in which they ran
-    # number of selections whose rows are not tokens, by module and shape
-    others: Counter[tuple[str, tuple[int, ...]]]
-
-
 def own_selections(
     loaded: LoadedModel,
     batches: Sequence[Batch],
@@ -290,64 +274,72 @@ def own_selections(
     device: torch.device,
     dtype: torch.dtype,
     saving: Saving | None = None,
-) -> OwnSelections:
+) -> "OwnSelections":
     """Run a model and return what it selects."""
     model = placed(in_evaluation_mode(loaded.module), device, dtype)
-    collector = _Collector(loaded.path, kind, model, saving)
+    found = OwnSelections(loaded.path, kind, model, saving)
     with torch.no_grad():
         for batch in batches:
-            moved = batching.moved(batch, device, dtype)
-            with collector.watching(model, moved):
-                _run(loaded, moved, collector)
-    entries = collector.of_parts()
-    if not entries:
+            found.run(model, batching.moved(batch, device, dtype))
+    found.finish()
+    if not found.selections:
         raise InputError(
             f"{loaded.path} selects nothing for its tokens: while it ran, no topk, argmax or sort of scores was "
             "seen in it whose rows are its tokens. This is for models with routers or indexers; what a selection "
             f"would cost a model without: semdiag k-sweep {loaded.path} --rerun"
         )
-    return OwnSelections(entries, collector.others)
+    return found
 
 
-class _Collector:
-    """Collects a model's selections."""
+class OwnSelections:
+    """A model's own selections, in the order in which they ran."""
 
     def __init__(self, path: str, kind: NumberFormat, model: nn.Module, saving: Saving | None) -> None:
-        self.tokens = Tokens(0, frozenset(), {})
+        self.selections: list[OwnSelection] = []
+        # number of selections whose rows are not tokens, by module and shape
         self.others: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self.failure: Exception | None = None  # ours, not the model's
         self._path, self._kind, self._causal, self._saving = path, kind, causal_modules(model), saving
         self._found: dict[tuple[str, int, str, int], OwnSelection] = {}
+        self._tokens = Tokens(0, frozenset(), {})
         self._ids: Tensor | None = None
+        self._failure: Exception | None = None  # ours, not the model's
 
-    @contextlib.contextmanager
-    def watching(self, model: nn.Module, batch: Batch) -> Iterator[None]:
-        """Take what the model selects while it runs on a batch."""
-        self.tokens = tokens_of(model, batch)
+    def run(self, model: nn.Module, batch: Batch) -> None:
+        """Take what a model selects on a batch; exceptions of semdiag's own code are raised as they are."""
+        self._tokens = tokens_of(model, batch)
         self._ids = next(iter(token_ids(batch).values()), None)
-        with watch_selections(model, self.consume):
-            yield
+        try:
+            with watch_selections(model, self._consume):
+                batching.call(model, batch)
+        except InputError:
+            raise
+        except Exception as error:  # whatever the model raises
+            if error is self._failure:
+                raise
+            message = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"{self._path} cannot be run on these inputs ({type(error).__name__}: {message})."
+            ) from error
 
-    def consume(self, name: str, module: nn.Module, selected: list[Selected]) -> None:
-        """Take what a module has selected."""
+    def _consume(self, name: str, module: nn.Module, selected: list[Selected]) -> None:
         text = f"{name} {type(module).__name__}".lower()
         try:
             for number, (chosen, group) in enumerate(in_stages(selected)):
                 self._add(name, number, text, chosen, group)
         except InputError as error:
-            self.failure = InputError(f"{self._path}: {name}: {error}")
-            raise self.failure from None
+            self._failure = InputError(f"{self._path}: {name}: {error}")
+            raise self._failure from None
         except Exception as error:
-            self.failure = error
+            self._failure = error
             raise
 
     def _add(self, name: str, number: int, text: str, chosen: Selected, group: Selected | None) -> None:
         shape = tuple(chosen.scores.shape)
-        chooses = kind_of(text, shape, self.tokens)
+        chooses = kind_of(text, shape, self._tokens)
         if not chooses:
             self.others[name, shape] += 1
             return
-        place = Place(text, chooses, name in self._causal, self.tokens)
+        place = Place(text, chooses, name in self._causal, self._tokens)
         rows, choices = own_rows(place, chosen, group, self._kind)
         layer = re.search(r"\d+", name)
         key = name, number, chooses, shape[-1] if chooses == "experts" else 0
@@ -357,25 +349,10 @@ class _Collector:
         if self._saving is not None and name and not chosen.positions:
             self._saving.add(name, number, choices, None if self._ids is None else self._ids.cpu())
 
-    def of_parts(self) -> list[OwnSelection]:
-        """Return the selections of the model's parts: one outside, as for a loss, decides nothing in a layer."""
+    def finish(self) -> None:
+        """Leave out selections outside the model's parts: one for a loss, say, decides nothing in a layer."""
         inside = [entry for entry in self._found.values() if entry.module]
         for entry in self._found.values() if inside else ():
             if not entry.module:
                 self.others["", (entry.parts[0].choices,)] += len(entry.parts)
-        return inside or list(self._found.values())
-
-
-def _run(loaded: LoadedModel, batch: Batch, collector: _Collector) -> None:
-    """Run an external model on a batch; exceptions of semdiag's own code are raised as they are."""
-    try:
-        batching.call(loaded.module, batch)
-    except InputError:
-        raise
-    except Exception as error:  # whatever the model raises
-        if error is collector.failure:
-            raise
-        message = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{loaded.path} cannot be run on these inputs ({type(error).__name__}: {message})."
-        ) from error
+        self.selections = inside or list(self._found.values())

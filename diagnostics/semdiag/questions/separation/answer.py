@@ -22,15 +22,7 @@ from semdiag.measuring.findings.estimates import (
 )
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
 from semdiag.measuring.words import counted, span_words
-from semdiag.presenting.answer import (
-    Answer,
-    Glance,
-    Outcome,
-    drawn_word,
-    heading,
-    percentile_csv,
-    top_words,
-)
+from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, heading, percentile_csv, top_words
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -84,15 +76,10 @@ def _separation(findings: Findings, model: str) -> str:
 def separation_glance(findings: Findings) -> Glance:
     """Return the smallest separation of models that keep their largest scores; Δ ≤ 0 is a tie."""
     models = findings.measurements.models
-    diverged = models["model"].isin(findings.measurements.non_finite["model"])
-    sparse = models[(models["attention"] == "topk") & ~diverged]["model"]
-    percentiles = findings(pooled_percentiles, "separation")
-    every = [
-        percentiles[model] for model in models[models["attention"] == "topk"]["model"] if model in percentiles
-    ]
-    tables = [
-        percentiles[model] for model in sparse if model in percentiles and np.isfinite(percentiles[model]["p5"])
-    ]
+    topk = set(models.loc[models["attention"] == "topk", "model"])
+    broken = set(findings.measurements.non_finite["model"])
+    every = {m: table for m, table in findings(pooled_percentiles, "separation").items() if m in topk}
+    tables = [table for m, table in every.items() if m not in broken and np.isfinite(table["p5"])]
     if not every:
         return Glance(Outcome.OPEN, "0 models", "keep the keys with the largest scores")
     if not tables:

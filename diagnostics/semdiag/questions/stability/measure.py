@@ -1,10 +1,8 @@
 """What input noise does to the softmax rows of a model: secants, response, changed sets."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import FIXED_MASKS, HEAVY_HITTERS
-from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.batches import Batch, first_samples, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import same_set_stability, weight_change_bound
@@ -30,7 +28,7 @@ from semdiag.mathematics.softmax_stability import (
 )
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import ScoredRows, check_rows, scored_rows
-from semdiag.measuring.calls.running import running
+from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
@@ -134,39 +132,7 @@ _PAIRS, _FEWEST = 2**21, 4  # queries × keys of a head beyond which fewer sampl
 
 
 def measure_secants(
-    encoder: Encoder,
-    tokens: Tensor,
-    *,
-    model: str = "model",
-    levels: Sequence[float] = (NOISE,),
-    samples: int = SAMPLES,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    min_keys: int = 1,
-) -> pd.DataFrame:
-    """Compare every softmax row of clean inputs with that of noisy copies of the same inputs."""
-    check_levels(levels)
-    device = with_float64(device)
-    runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
-    tokens = tokens[:samples].to(device, torch.int64)
-    generator = torch.Generator().manual_seed(seed)
-    length = tokens.shape[1] + encoder.config.extra_tokens
-    shape = (len(tokens), length, encoder.config.width)
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
-    per_pass = max(1, _SCORES // (2 * encoder.config.heads * length**2))
-    parts = []
-    for level in levels:
-        for start in range(0, len(tokens), per_pass):
-            part = slice(start, start + per_pass)
-            parts += [
-                {"sample": columns.pop("sample") + start, "level": level, **columns}
-                for columns in _pass(runner, tokens[part], level * noise[part], min_keys)
-            ]
-    return SECANTS.of_parts(pd.DataFrame({"model": model, **columns}) for columns in parts)
-
-
-def external_secants(
-    loaded: LoadedModel,
+    model: LoadedModel | Encoder,
     batches: Iterable[Batch],
     *,
     levels: Sequence[float] = (NOISE,),
@@ -177,54 +143,51 @@ def external_secants(
     note: Callable[[str, str, str], None] = lambda name, why, where: None,
     remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> pd.DataFrame:
-    """Measure the same as :func:`measure_secants` for an external model: noise enters behind its embedding.
+    """Compare every softmax row of clean inputs with that of noisy copies; noise enters behind the embedding.
 
-    Of long samples only evenly spaced queries are compared, and fewer samples run.
+    Of long samples of an external model only evenly spaced queries are compared, and fewer samples run.
     """
     check_levels(levels)
-    device = with_float64(device)
+    loaded, device = unnamed(model), with_float64(device)
     parts: list[dict[str, Any]] = []
-    collected, reach = _Collector([], 0, min_keys, thin=True), Reach()
+    reach, level, done, size = Reach(), 0.0, 0, 0
+    # One for each place where noise enters, so that the noise does not depend on the size of batches.
+    generators: dict[int, torch.Generator] = {}
 
     def add(call: AttentionCall) -> None:
-        collected.add(call)
-        reach.look(call, collected.samples)
+        columns = _compared(call, size, min_keys, spaced(call.q.shape[2]) if loaded.external else None)
+        parts.append({**columns, "sample": columns["sample"] + done, "level": level})
+        reach.look(call, size)
+
+    def add_noise(copies: Tensor, place: int = 0) -> None:
+        generator = generators.setdefault(place, torch.Generator().manual_seed(seed + place))
+        drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
+        copies += level * token_size(copies) * drawn
 
     few = list(first_samples(batches, samples))
     length, keys = longest_call(loaded, few, device, torch.float64)
     most = max(_FEWEST, _PAIRS // (min(length, QUERIES) * keys))
-    if length > QUERIES or most < sum(map(samples_of, few)):
+    if loaded.external and (length > QUERIES or most < sum(map(samples_of, few))):
         few = list(first_samples(few, most))
         taken = counted(sum(map(samples_of, few)), "sample")
         remark(f"noise: {taken}, and at most {QUERIES} evenly spaced queries of each", "noise-thinned")
-    at_once = max(1, _SCORES // (2 * _HEADS * length * keys))
+    heads = _HEADS if loaded.external else loaded.encoder.config.heads
+    at_once = max(1, _SCORES // (2 * heads * length * keys))
     with running(loaded, add, device, torch.float64) as run:
-        for level in levels:
-            # One for each place where noise enters, so that the noise does not depend on the size of batches.
-            generators: dict[int, torch.Generator] = {}
-            done = 0
-
-            def add_noise(
-                copies: Tensor,
-                place: int,
-                level: float = level,
-                generators: dict[int, torch.Generator] = generators,
-            ) -> None:
-                generator = generators.setdefault(place, torch.Generator().manual_seed(seed + place))
-                drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
-                copies += level * token_size(copies) * drawn
-
-            for batch in few:
-                for part in small_parts(batch, at_once):
-                    collected.samples = size = samples_of(part)
-                    copies = moved(repeated(part, 2), run.device, run.dtype)
-                    with noisy_embeddings(run.module, copies, size, add_noise):
-                        run(copies)
-                    run.alike()
-                    for columns in collected.parts:
-                        parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
-                    collected.parts.clear()
-                    done += size
+        for noise in levels:
+            level, done = noise, 0
+            generators.clear()
+            for part in (part for batch in few for part in small_parts(batch, at_once)):
+                size = samples_of(part)
+                copies = moved(repeated(part, 2), run.device, run.dtype)
+                if loaded.external:
+                    noisy = noisy_embeddings(run.module, copies, size, add_noise)
+                else:
+                    noisy = noisy_copies(cast(Encoder, run.module).blocks[0], size, add_noise)
+                with noisy:
+                    run(copies)
+                run.alike()
+                done += size
     secants = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
     return secants[~secants["layer"].isin(reach.left_out(PROBE.name, note))].reset_index(drop=True)
 
@@ -232,17 +195,6 @@ def external_secants(
 def small_parts(batch: Batch, at_once: int) -> list[Batch]:
     """Return a batch in parts of ``at_once`` samples; a tuple of arguments is not split."""
     return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
-
-
-@contextmanager
-def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
-    """Add noise to the embedded tokens of the second half of each batch, inside the context."""
-
-    def add_noise(copies: Tensor) -> None:
-        copies += token_size(copies) * noise
-
-    with noisy_copies(encoder.blocks[0], len(noise), add_noise):
-        yield
 
 
 @contextmanager
@@ -271,44 +223,22 @@ def token_size(tokens: Tensor) -> Tensor:
     return tokens.square().mean(-1, keepdim=True).sqrt()
 
 
-@dataclass
-class _Collector:
-    """Reduces each attention call over [clean; noisy] to columns of numbers."""
-
-    parts: list[dict[str, np.ndarray]]
-    samples: int  # clean ones of the running batch
-    min_keys: int
-    thin: bool = False  # whether only evenly spaced queries of long calls are compared
-
-    def add(self, call: AttentionCall) -> None:
-        check_rows(call, 2 * self.samples)
-        taken = spaced(call.q.shape[2]) if self.thin else None
-        clean, noisy = scored_rows(call if taken is None else call.part(queries=taken)).halves()
-        counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= self.min_keys)
-        sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
-        query = query if taken is None else taken.to(query)[query.long()]
-        columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
-        columns |= {name: values[counted] for name, values in row_changes(clean, noisy).items()}
-        self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
-
-
-def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> list[dict[str, np.ndarray]]:
-    collected = _Collector([], len(tokens), min_keys)
-    with torch.inference_mode(), noisy_second_half(encoder, noise), watch_attention(encoder, collected.add):
-        encoder(torch.cat([tokens, tokens]))
-    return collected.parts
+def _compared(call: AttentionCall, samples: int, min_keys: int, taken: Tensor | None) -> dict[str, np.ndarray]:
+    """Reduce a call over [clean; noisy] to columns of numbers; None: of all queries."""
+    check_rows(call, 2 * samples)
+    clean, noisy = scored_rows(call if taken is None else call.part(queries=taken)).halves()
+    counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= min_keys)
+    sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
+    query = query if taken is None else taken.to(query)[query.long()]
+    columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
+    columns |= {name: values[counted] for name, values in row_changes(clean, noisy).items()}
+    return {name: column.cpu().numpy() for name, column in columns.items()}
 
 
 def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
-    loaded, drawn = subject.model, dict[str, Any](seed=subject.seed, device=subject.device)
-    how: dict[str, Any] = {"levels": plan.levels, "min_keys": prepared or 1, **drawn}
-    said: dict[str, Any] = {"note": subject.note, "remark": subject.remark}
-    if loaded.external:
-        secants = external_secants(loaded, subject.batches, **said, **how)
-    else:
-        secants = measure_secants(loaded.encoder, subject.tokens, model=loaded.path, **how)
-    gains = measure_gains(loaded, subject.batches, **said, **drawn)
-    return {"secants": secants, "gains": gains}
+    how: dict[str, Any] = {name: getattr(subject, name) for name in ("note", "remark", "seed", "device")}
+    secants = measure_secants(subject.model, subject.batches, levels=plan.levels, min_keys=prepared or 1, **how)
+    return {"secants": secants, "gains": measure_gains(subject.model, subject.batches, **how)}
 
 
 PROBE = Probe(

@@ -153,6 +153,7 @@ def test_a_model_that_reads_the_last_column_is_padded_in_front(tmp_path):
     assert batch["attention_mask"][3].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["T5", "MBart"])
 def test_a_sequence_to_sequence_model_answers_with_its_targets(tmp_path, family):
     """MBart begins its decoder's input with the last token of the target."""

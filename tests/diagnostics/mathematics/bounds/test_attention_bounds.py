@@ -131,6 +131,7 @@ def test_no_random_secant_exceeds_the_bounds(kind):
     assert form_ratio(here, End(tokens, reformed, kind)).max().item() <= SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ratio", [input_ratio, form_ratio])
 def test_no_hill_climber_gets_past_the_bounds(kind, ratio):

@@ -91,6 +91,7 @@ def test_control_by_hand():
     assert paper_fixed_mask_control(4.0, 2.0, 2.0).left_side.item() == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 300), st.floats(1e-9, 1e6)), min_size=1, max_size=12), st.integers(2, 40))
 def test_a_heavy_hitter_mask_is_never_soundly_better_in_the_weights(rows, k):

@@ -1,5 +1,7 @@
 """Constants of normalisations and activations are not exceeded, and are attained."""
 
+import math
+
 import pytest
 import torch
 
@@ -38,14 +40,11 @@ def test_normalisation_constant(width, eps):
     size = 10 ** (-4 * torch.rand(4000, 1, generator=generator, dtype=torch.float64))
     x = x * size.flip(0)
     y = x + size * step
-    gain = torch.randn(width, generator=generator, dtype=torch.float64)
     (ln_x, s_x), (ln_y, s_y) = normalised(x, eps), normalised(y, eps)
     distance = (x - y).norm(dim=-1)
     constant = normalisation_lipschitz(torch.stack([s_x, s_y], -1))
     assert ((ln_x - ln_y).norm(dim=-1) <= distance * constant * (1 + 1e-9)).all()
     assert ((ln_x - ln_y).norm(dim=-1) <= distance * 2 / (s_x + s_y) * (1 + 1e-9)).all()
-    with_gain = normalisation_lipschitz(torch.stack([s_x, s_y], -1), gain)
-    assert ((gain * (ln_x - ln_y)).norm(dim=-1) <= distance * with_gain * (1 + 1e-9)).all()
     assert (ln_x.norm(dim=-1) <= width**0.5 * (1 + 1e-12)).all()
 
 
@@ -57,13 +56,9 @@ def test_normalisation_constant_is_attained_by_a_turn():
     assert ratio.item() == pytest.approx(normalisation_lipschitz(s_x).item(), rel=1e-4)
 
 
-def test_normalisation_refuses_constant_tokens():
-    with pytest.raises(ValueError, match=r"smallest: 0\.0"):
-        normalisation_lipschitz(torch.tensor([1.0, 0.0]))
-    with pytest.raises(ValueError, match="smallest: nan"):
-        normalisation_lipschitz(torch.empty(0))
+def test_of_constant_tokens_there_is_no_constant():
+    assert normalisation_lipschitz(torch.tensor([[1.0, 0.0], [1.0, math.nan]])).tolist() == [math.inf] * 2
 
 
 def test_query_norm_without_overflow():
-    assert query_norm([0.0, 1e200], query_bias=True).tolist() == [1.0, 1e200]
-    assert query_norm(2.0, query_bias=False).item() == 2.0
+    assert query_norm([0.0, 1e200]).tolist() == [1.0, 1e200]

@@ -169,7 +169,7 @@ def constants(net: Net, ends: tuple[Trace, Trace]) -> BlockConstants:
             bilinear_form_norm(*(heads(e.weights, n) for n in ("W_q", "W_k", "b_q")), score_scale(HEAD, TAU)),
             value_output_norm(heads(e.weights, "W_o"), heads(e.weights, "W_v")),
             token[:, None],
-            query_norm(token[:, None], query_bias=True),
+            query_norm(token[:, None]),
         )
         for e in ends
     ]
@@ -245,6 +245,7 @@ def bound_name(tensor: str) -> str:
     return tensor.replace("b_q", "W_q")  # one constant speaks about [W_q b_q]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["full", "topk", "band"])
 @pytest.mark.parametrize("pre_norm", [True, False])
 @pytest.mark.parametrize(("activation", "blocks"), [("relu", 2), ("gelu", 3), ("mish", 2)])

@@ -131,6 +131,7 @@ def test_a_bound_by_hand(x, last):
     assert 0 <= found - expected <= 3 * 7 * 2**-23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_certified_rows_never_change(name):
     """A theorem, so 0 is exact; fails, too, where nothing is certified or nothing changes."""

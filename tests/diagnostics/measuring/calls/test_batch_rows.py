@@ -15,7 +15,7 @@ from semdiag.questions import registry
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan, mask_overlap
-from semdiag.questions.stability.measure import SecantsPlan, external_secants
+from semdiag.questions.stability.measure import SecantsPlan, measure_secants
 from semdiag_models import InputError
 
 SAMPLES, LENGTH, HEADS, WIDTH = 3, 6, 4, 8
@@ -160,7 +160,7 @@ def test_what_compares_rows_refuses_a_folded_batch_axis(fold, ids):
     with pytest.raises(InputError, match=f"^mask stability of model not available, because {why}") as refused:
         semdiag.mask_stability(model, ids)
     assert "\n" not in str(refused.value)
-    for ask in (external_secants, mask_overlap):
+    for ask in (measure_secants, mask_overlap):
         with pytest.raises(NotAvailableError, match=f"^{why}"):
             ask(unnamed(model), [ids])
 

@@ -10,7 +10,7 @@ from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.measure import measure
 from semdiag.questions.k_sweep.measure import KSweepPlan
-from semdiag.questions.stability.measure import external_secants
+from semdiag.questions.stability.measure import measure_secants
 from semdiag_models import Encoder, InputError
 
 
@@ -138,6 +138,7 @@ def test_of_longer_batches_of_an_iterator_the_share_stays_and_the_number_is_told
     assert not said
 
 
+@pytest.mark.slow
 def test_every_k_below_the_number_of_keys_is_swept(translated):
     images = draw(3, 3, 16, 16)  # 48 keys
     assert k_sweep_tables(Patches(), images)["sweep"]["k"].max() == 47
@@ -154,6 +155,6 @@ def test_noise_is_measured_of_as_many_samples_at_once_as_their_scores_allow(monk
     model, seen = NamedPatches(), []
     model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     monkeypatch.setattr("semdiag.questions.stability.measure._SCORES", 2 * 16 * 49**2 * 3)
-    found = external_secants(unnamed(model), [draw(7, 784)], levels=(0.1,))
+    found = measure_secants(unnamed(model), [draw(7, 784)], levels=(0.1,))
     assert found["sample"].nunique() == 7
     assert seen[1:] == [6, 6, 2]  # clean and noisy, after the one that is looked at

@@ -149,6 +149,7 @@ def test_the_k_sweep_counts_the_keys_that_measurements_count():
     assert set(sweep.loc[(sweep["quantity"] == "load") & (sweep["layer"] == 0), "queries"]) == {len(loads)} == {3}
 
 
+@pytest.mark.slow
 def test_the_table_of_heads_has_the_means_of_its_queries(wild_encoder, padded_tokens):
     """Of our encoder with padding, in batches, and without queries of few keys."""
     for kind in ("full", "topk"):

@@ -114,10 +114,7 @@ def test_a_module_that_is_called_twice_is_two_layers_by_their_number_in_the_tabl
     assert sorted(set(zip(spans["layer"], spans["occurrence"], strict=True))) == [(0, 0), (1, 1)]
     for layer in (0, 1):
         scores = calls.scores(layer)
-        assert torch.equal(scores, calls.scores(layer, occurrence=layer))
         own = torch.tensor(spans.loc[spans["layer"] == layer, "dispersion"].to_numpy()).view(2, 2, 5)
         torch.testing.assert_close(
             (scores.amax(-1) - scores.amin(-1)).double(), own.double(), rtol=1e-5, atol=1e-6
         )
-    with pytest.raises(InputError, match=r"Layer 1 is occurrence 1 of its module\. Got 0"):
-        calls.weights(1, occurrence=0)

@@ -606,6 +606,7 @@ def loss(run):
     return F.cross_entropy(run(tokens), tokens.sum(1) % 2)
 
 
+@pytest.mark.slow
 def test_a_monitor_of_a_compiled_model_looks_and_leaves_one_graph(compiled):
     _, run = compiled
     expected = loss(run)
@@ -616,6 +617,7 @@ def test_a_monitor_of_a_compiled_model_looks_and_leaves_one_graph(compiled):
     assert monitor.table["step"].tolist() == [0, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch 2.7 compiles the monitor, which says that it failed")
 def test_a_monitor_inside_a_compiled_model_says_so_before_the_first_step_and_breaks_no_graph(compiled):
     model, run = compiled
@@ -678,6 +680,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_while_the_disk_is_full_and_the_rows_are_written_later(tmp_path):
     paths = [tmp_path / suffix / f"attention.{suffix}" for suffix in ("csv", "parquet")]
     for path in paths:
@@ -692,7 +695,7 @@ def test_a_training_goes_on_while_the_disk_is_full_and_the_rows_are_written_late
         assert files(path.parent) == beside(path.name)
 
 
-@pytest.mark.parametrize("place", ["sampled_rows", "watch_attention"])
+@pytest.mark.parametrize("place", ["monitor_heads.sampled_rows", "watch_attention"])
 def test_a_failure_of_the_monitor_is_a_warning_and_the_training_goes_on(monkeypatch, place):
     def fail(*arguments, **options):
         raise RuntimeError("broken")
@@ -700,7 +703,7 @@ def test_a_failure_of_the_monitor_is_a_warning_and_the_training_goes_on(monkeypa
     plain, watched = made(encoder), made(encoder)
     expected, _ = train(plain, 3)
     with Monitor(watched, every=1) as monitor:
-        monkeypatch.setattr(monitoring, place, fail)
+        monkeypatch.setattr(f"{monitoring.__name__}.{place}", fail)
         with pytest.warns(UserWarning, match=r"semdiag failed on it \(RuntimeError: broken\): please report it"):
             found, _ = train(watched, 3)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

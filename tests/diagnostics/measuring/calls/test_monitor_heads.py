@@ -425,17 +425,6 @@ def test_the_command_shows_the_quantities_of_each_k(tmp_path):
     ]
 
 
-def test_a_table_of_the_version_before_is_read_with_the_new_names(tmp_path):
-    path, model = tmp_path / "run-heads.csv", encoder()
-    how = {"every": 1, "k": 3, "rows": "all", "alarm": {"first_weight": 0.001}}
-    with Monitor(model, path=tmp_path / "run.csv", **how), pytest.warns(UserWarning, match="first_weight"):
-        model(tokens())
-    new, written = read_heads(path), path.read_text(encoding="utf-8")
-    assert new["alarm"].str.contains("first_weight:").any()
-    path.write_text(written.replace("first_weight", "first_key").replace("weight_kept", "mass"), encoding="utf-8")
-    pd.testing.assert_frame_equal(read_heads(path), new)
-
-
 @pytest.mark.parametrize(
     ("seed", "steps"), [(0, 100), *(pytest.param(seed, 300, marks=pytest.mark.slow) for seed in (0, 1, 2))]
 )
@@ -460,6 +449,7 @@ def test_scores_that_are_no_numbers_alarm_as_infinite():
     assert monitor.heads["above"][monitor.heads["layer"] == 1].tolist() == [1, 1]  # as max_logit says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_the_command_tells_the_run_and_draws_it(tmp_path, suffix, capsys):
     path, model = tmp_path / f"run.{suffix}", encoder()
@@ -534,6 +524,7 @@ def test_cells_of_a_file_reach_the_terminal_as_text(tmp_path, capsys):
     assert not set("\x1b\x07\u202e") & set(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "column"),
     [

@@ -65,7 +65,7 @@ def results(tmp_path_factory):
     return of
 
 
-@pytest.fixture(params=[2, 3], ids=["two ranks", "three ranks"])
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.nightly)], ids=["two ranks", "three ranks"])
 def ranks(request):
     return request.param
 

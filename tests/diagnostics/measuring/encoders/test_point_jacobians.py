@@ -30,6 +30,7 @@ def taken_apart(encoder, tokens):
             yield call.layer, sample, at, call.stream[sample], counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["relu", pytest.param("gelu", marks=pytest.mark.nightly), "mish"])
 def test_the_exact_constant_is_that_of_autograd(kind, wild_encoder, padded_tokens, activation):
     encoder, tokens = wild_encoder(kind, 0.8, activation=activation), padded_tokens[0][:3]
@@ -45,6 +46,7 @@ def test_the_exact_constant_is_that_of_autograd(kind, wild_encoder, padded_token
         assert log_exact_constant(at) == pytest.approx(math.log(norms.sum(0).max()), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_exact_is_below_closed_is_below_the_sound_form(kind, wild_encoder, padded_tokens):
     for size in (0.2, 0.8, 3.0):
         encoder, (tokens, _) = wild_encoder(kind, size), padded_tokens

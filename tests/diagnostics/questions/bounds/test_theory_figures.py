@@ -47,6 +47,7 @@ def test_nothing_is_drawn_without_a_pair(model, theory):
         registry.figures()["corollary_conditions"](Findings(theory(model("topk"))))
 
 
+@pytest.mark.slow
 def test_stability_curves_show_both_forms_where_they_cross_and_secants_below(known):
     figure = registry.figures()["stability_curves"](Findings(known))
     panels = shown(figure)
@@ -68,6 +69,7 @@ def test_stability_curves_show_both_forms_where_they_cross_and_secants_below(kno
     assert "input noise 1% of each embedded token's RMS, 6 samples per model" in words(figure)
 
 
+@pytest.mark.slow
 def test_stability_curves_draw_few_points_and_the_closest_one(known):
     secants = known.secants.loc[known.secants.index.repeat(20)].reset_index(drop=True)
     closest = secants.index[secants["model"].str.contains("full")][0]
@@ -78,6 +80,7 @@ def test_stability_curves_draw_few_points_and_the_closest_one(known):
     assert points[:, 1].max() == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_stability_curves_draw_every_row_above_the_papers_form(known):
     secants = known.secants.loc[known.secants.index.repeat(20)].reset_index(drop=True)
     few = secants.index[secants["model"].str.contains("banded")][:4]
@@ -98,6 +101,7 @@ def test_stability_curves_draw_every_row_above_the_papers_form(known):
     assert "above the paper's form" in legend(ax.figure)
 
 
+@pytest.mark.slow
 def test_cells_count_the_pairs_that_meet_a_condition(known):
     pairs, _ = find_pairs(known.models, attention=None)
     table = corollary_table(Findings(known), pairs)
@@ -129,6 +133,7 @@ def cells(measurements, name):
     return [np.reshape([text.get_text() for text in ax.texts], (-1, 4))[rows.index(name)] for ax in (paper, sound)]
 
 
+@pytest.mark.slow
 def test_a_tie_has_no_number(known):
     queries = known.queries.copy()
     queries.loc[queries["model"].str.contains("topk") & (queries["sample"] == 0), "separation"] = 0.0
@@ -136,6 +141,7 @@ def test_a_tie_has_no_number(known):
     assert [number == "–" for number in paper] == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_without_constants_the_sound_margin_in_x_is_not_known(known):
     without = known.replace(constants=optional_tables()["constants"].empty())
     _, sound = cells(without, "top-k, X")

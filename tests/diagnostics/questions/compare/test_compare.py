@@ -14,7 +14,7 @@ from semdiag.capturing.loading import load
 from semdiag.measuring.calls.running import unnamed
 from semdiag.questions import registry
 from semdiag.questions.compare.answer import comparison_sentences
-from semdiag.questions.compare.measure import SUMS, ComparePlan, KeptCalls, compare, head_changes, own_copy
+from semdiag.questions.compare.measure import SUMS, CallPairs, ComparePlan, compare, head_changes, own_copy
 from semdiag_models import Encoder, InputError, reading
 
 CHANGES = ("total_variation", "largest", "moved", "by_weights", "by_values", "change")
@@ -229,11 +229,12 @@ def test_half_precision_of_one_of_them_alone():
 def test_masks_are_kept_once_for_all_layers_and_never_as_often_as_samples():
     q = torch.randn(3, 2, 5, 4)
     mask = torch.rand(5, 5) > 0.5
-    kept = KeptCalls()
+    pairs = CallPairs("a", "b", 2)
     call = AttentionCall("m", 0, q, q, q, 1.0, mask.expand(3, 1, 5, 5), None, None, q)
-    for _ in range(4):
-        kept.add(call)
-    first, second = kept.pop(0), kept.pop(1)
+    with pairs.of("base"):
+        for _ in range(4):
+            pairs.keep(call)
+    first, second = pairs._kept[:2]
     assert first.allowed is second.allowed
     assert first.allowed.shape == (1, 1, 5, 5)
     assert first.q.data_ptr() != second.q.data_ptr() != q.data_ptr()
@@ -321,6 +322,7 @@ def test_an_encoder_that_does_not_take_the_inputs_is_named(tiny_config, tiny_run
         both(load(tiny_runs.full).module, short, torch.zeros(2, 12, dtype=torch.int64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_in_python_the_same(kind, wild_encoder, padded_tokens):
     models = (

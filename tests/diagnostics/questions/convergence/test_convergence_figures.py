@@ -36,6 +36,7 @@ def runs(model):
     return made.replace({**made.provenance, "target": 0.95}, runs=table, history=history)
 
 
+@pytest.mark.slow
 def test_the_curves_of_each_seed_mark_the_arrivals_at_the_target(runs):
     figure = registry.figures()["training_curves"](Findings(runs))
     first = [ax for ax in figure.axes if ax.get_visible()][::3]
@@ -46,6 +47,7 @@ def test_the_curves_of_each_seed_mark_the_arrivals_at_the_target(runs):
     assert any(line.get_xydata().tolist() == [[1, 0.5]] for line in figure.axes[0].lines)  # block has it at once
 
 
+@pytest.mark.slow
 def test_of_many_seeds_the_first_are_drawn_and_that_is_said(model):
     many = Measurements.concat([model("full", seed=seed, epochs=2) for seed in range(13)])
     figure = registry.figures()["training_curves"](Findings(many))

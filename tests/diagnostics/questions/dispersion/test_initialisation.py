@@ -7,6 +7,7 @@ from semdiag.measuring.survey import survey
 from semdiag.questions.dispersion.measure import InitialisationPlan
 
 
+@pytest.mark.slow
 def test_it_is_the_median_of_the_first_file_of_the_run_on_the_same_samples(tiny_runs):
     runs = [tiny_runs.full, tiny_runs.topk]
     found = survey(runs, Conditions(samples=6, plans=(InitialisationPlan(samples=4),))).initialisation

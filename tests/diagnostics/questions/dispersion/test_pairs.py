@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.dispersion.answer import GATED, SHOWN, dispersion_gate, require_one_partner
+from semdiag.questions.dispersion.answer import GATED, SHOWN, dispersion_gate
 from semdiag_models import InputError
 
 TOPK = {"attention": "topk", "k": 5}
@@ -90,8 +90,8 @@ def test_a_missing_partner_is_told_beside_the_nearest_model(made_up):
 def test_two_full_models_that_differ_are_no_partner(made_up):
     models = [(name, LARGE, {"weights_sha256": name}) for name in "fg"]
     with pytest.raises(InputError, match=r"^f and g could both be the partner of t, and differ: name one\.$"):
-        require_one_partner(Findings(made_up(*models, ("t", LARGE, TOPK))))
-    require_one_partner(Findings(made_up(models[0], ("t", LARGE, TOPK))))
+        dispersion_gate(Findings(made_up(*models, ("t", LARGE, TOPK))))
+    dispersion_gate(Findings(made_up(models[0], ("t", LARGE, TOPK))))
 
 
 def test_nothing_to_pair_is_no_pass(made_up):

@@ -162,6 +162,7 @@ def test_pixels_are_no_distribution():
     assert measure_of(again) == "output_change"
 
 
+@pytest.mark.slow
 def test_a_model_with_one_logit_is_not_said_to_lose_nothing():
     plan = KSweepPlan(LENGTH - 1, rerun=True, ks=(1, LENGTH - 1))
     model = loaded(classifier(num_labels=1), batches=[{"input_ids": tokens()}])

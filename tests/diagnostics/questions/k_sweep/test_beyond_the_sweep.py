@@ -11,7 +11,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.presenting.answer import show
 from semdiag.questions.k_sweep import LARGEST_K, QUESTION, KSweepPlan
-from semdiag.questions.k_sweep.answer import kinds_lines, place_lines, sparse_verdict, verdict_lines
+from semdiag.questions.k_sweep.answer import kinds_lines, length_lines, sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.changes import change_table
 
 LETTERS, LENGTH = 5, 260
@@ -65,6 +65,6 @@ def test_what_is_unknown_there_is_said_where_it_is_missing(findings, capsys):
 
 
 def test_every_change_and_every_limit_names_what_it_is_a_change_of(findings):
-    lines = [*kinds_lines(findings, "own:model"), *place_lines(findings, "own:model")]
-    assert [line.split(" by ")[0].split(" with ")[0] for line in lines] == ["Change of perplexity"] * 2
+    lines = [*kinds_lines(findings, "own:model"), *length_lines(findings, "own:model")]
+    assert [line.split(" by ")[0].split(" with ")[0] for line in lines] == ["Change of perplexity"]
     assert "is at most 1% of perplexity, and" in " ".join(verdict_lines(findings, "own:model"))

@@ -86,6 +86,7 @@ class Shared(list):
         return self
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"queries": 4, "seed": 3}, {"min_keys": 4}, {"probe_samples": 3}])
 def test_the_numbers_are_those_of_a_pass_of_its_own(how, model, ids):
     found = surveyed(model, ids, batch_size=4, **how)
@@ -96,6 +97,7 @@ def test_the_numbers_are_those_of_a_pass_of_its_own(how, model, ids):
         pd.testing.assert_frame_equal(getattr(found, name), table, check_exact=True)
 
 
+@pytest.mark.slow
 def test_a_model_from_elsewhere_has_few_k_unless_the_largest_is_named(model):
     """Every one up to 8, every fourth, those that are run, and K: the table's cost grows with their number."""
     ids = torch.randint(LETTERS, (SAMPLES, 24), generator=torch.Generator().manual_seed(1))
@@ -124,6 +126,7 @@ def test_scores_that_are_not_finite_are_told_and_nothing_is_swept(model, ids):
     assert model.seen == [SAMPLES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [9, 2])
 def test_too_many_queries_are_thinned_by_chance_and_nothing_is_refused(model, batch_size, monkeypatch):
     """Counts, means and extremes are of all queries; percentiles of the drawn ones, whatever the batches."""

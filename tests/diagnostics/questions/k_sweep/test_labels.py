@@ -317,6 +317,7 @@ def test_labels_that_are_an_argument_are_compared():
     assert float(own["loss"].sum() / SAMPLES) == pytest.approx(float(expected), rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [True, False])
 def test_next_tokens_that_are_an_argument_are_read_as_those_of_a_tuple(moved):
     ids, model = drawn(SAMPLES, LENGTH, least=3), Decoder().eval()

@@ -138,6 +138,7 @@ def test_which_k_are_worked_out():
     assert output_ks(48, (9, 64))[-1] == 48
 
 
+@pytest.mark.slow
 def test_tables_and_json_hold_the_changes_beside_the_weight(wild_encoder, padded_tokens, monkeypatch, capsys):
     """A model of which no stream is known has no column for it."""
     monkeypatch.setenv("COLUMNS", "200")

@@ -21,7 +21,6 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
-from semdiag.questions.k_sweep import QUESTION
 from semdiag.questions.k_sweep.answer import sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.budgets import NeededKeys, greedy, masks_of
 from semdiag.questions.k_sweep.changes import budget_content
@@ -339,6 +338,7 @@ def test_blocks_are_counted_where_there_are_several():
         assert needed.smallest(0.8, block) == {("", 0): most}
 
 
+@pytest.mark.slow
 def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
     model, tokens = made(), ids(40)
     plan = KSweepPlan(4, rerun=True, budget=True, tolerance=0.1)
@@ -375,6 +375,7 @@ def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
         semdiag.read_budget(path)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_samples_on_which_a_budget_is_run_goes_into_its_choice():
     """Half of them changed: the same budgets, another stated loss; the other half changed: other budgets."""
     plan = KSweepPlan(4, rerun=True, budget=True, tolerance=0.1, ks=(4,))
@@ -521,33 +522,6 @@ def test_what_a_forward_draws_is_no_change_by_a_mask():
     assert text.startswith("its forward pass draws random numbers in evaluation mode")
 
 
-def test_the_sweep_says_what_the_rerun_said():
-    tables = k_sweep_tables(made(), ids(), None, KSweepPlan(4, rerun=True, ks=(2, 4)), dtype=torch.float64)
-    sweep, again = tables["sweep"], tables["rerun"]
-    assert set(again["k"]) == {0, 2, 4}
-    same = sweep[sweep["quantity"] == "same_prediction"].set_index("k")["mean"]
-    rows = again[again["mask"] == "topk"]
-    for k in (2, 4):
-        own = rows[rows["k"] == k]
-        assert same[k] == pytest.approx(1 - (own["changed"] / own["predictions"]).mean())
-    assert tables["budgets"].empty
-
-
-def test_means_of_the_sweep_are_those_of_the_rerun_where_samples_differ_in_length():
-    """The sweep averaged over samples what the rerun averages over targets: two numbers under one name."""
-    plan = KSweepPlan(4, rerun=True, ks=(1, 2))
-    model = loaded(made(Padded), batches=[padded([2, 9, 4, 10, 3, 10, 2, 7])])
-    found = Findings(survey([model], Conditions(plans=(plan,), dtype="float64")))
-    (result,) = QUESTION.json(found)["results"]
-    sweep = {(row["quantity"], row["k"]): row for row in result["sweep"]}
-    changes = [row for row in result["rerun"] if row["mask"] in ("none", "topk")]
-    for row in changes:
-        assert sweep["accuracy", row["k"]]["mean"] == pytest.approx(row["accuracy"])
-        assert sweep["same_prediction", row["k"]]["mean"] == pytest.approx(1 - row["changed"])
-        assert sweep["accuracy", row["k"]]["queries"] == 8
-    assert max(row["changed"] for row in changes) > 0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_half_precision_gets_its_verdict(dtype):
     """numpy knows no bfloat16: the verdict ended in a ValueError."""
@@ -587,16 +561,15 @@ def test_processes_that_divide_the_masks_find_the_same_and_leave_the_generator_t
     model = made(transformers.GPT2LMHeadModel, config=transformers.GPT2Config(**sizes))
     found = []
     for jobs in (1, 2):
-        quarters, remarks = [], []
+        remarks = []
         torch.manual_seed(0)
         again = rerun(
             loaded(model), list(ids().split(4)), None, masks_of([3, 6], 0, ("topk", "window", "random")),
-            remark=lambda *said, remarks=remarks: remarks.append(said), quarters=quarters.append, jobs=jobs,
+            remark=lambda *said, remarks=remarks: remarks.append(said), jobs=jobs,
         )  # fmt: skip
-        parts = pd.DataFrame(quarters)
-        found.append((again.to_csv(), parts.to_csv(), remarks, torch.get_rng_state().tolist()))
+        found.append((again.to_csv(), remarks, torch.get_rng_state().tolist()))
     assert found[0] == found[1]
-    assert {*parts["mask"]} == {"none", "topk", "window", "random"}
+    assert {*again["mask"]} == {"none", "topk", "window", "random"}
 
 
 @pytest.mark.slow

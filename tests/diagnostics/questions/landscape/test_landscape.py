@@ -43,6 +43,7 @@ def assert_same(before, after):
     assert before[2] == after[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ask", "plan", "name"),
     [

@@ -140,6 +140,7 @@ def test_gradients_in_the_ball_lie_in_it_and_below_their_bounds(tiny_models, inp
     assert whole["ln_sound"].iloc[-1] == pytest.approx(float(forms.sound.log_value))
 
 
+@pytest.mark.slow
 @pytest.mark.processor
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
 def test_jacobian_norms_lie_between_what_a_dense_jacobian_shows(tiny_models, inputs, kind):
@@ -229,6 +230,7 @@ def found_on(models, inputs, plan=FEW, seed=0):
     return Measurements.concat(parts)
 
 
+@pytest.mark.slow
 def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inputs):
     found = found_on(tiny_models, inputs, LipschitzPlan(10, 2, 3, 15, 1.0))
     findings = estimate_findings(Findings(found))
@@ -238,6 +240,7 @@ def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inp
         assert finding.numbers["violated"] == finding.numbers["not_met"] == 0
 
 
+@pytest.mark.slow
 def test_an_estimate_above_its_bound_is_called_violated(tiny_models, inputs):
     found = found_on(tiny_models[:1], inputs)
     low = found.loss_gradients.assign(ln_sound=-100.0)
@@ -247,6 +250,7 @@ def test_an_estimate_above_its_bound_is_called_violated(tiny_models, inputs):
     assert violated.numbers["violated"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["loss_gradients", "jacobians"])
 def test_an_estimate_above_its_bound_at_the_point_is_called_violated(tiny_models, inputs, table):
     found = found_on(tiny_models[:1], inputs)
@@ -259,6 +263,7 @@ def test_an_estimate_above_its_bound_at_the_point_is_called_violated(tiny_models
         assert finding.verdict is verdict
 
 
+@pytest.mark.slow
 def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, inputs):
     model, steps = tiny_models[1], []
     model.module.train()
@@ -277,6 +282,7 @@ def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, input
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 40, 390])
 def test_an_interruption_leaves_the_model_as_it_was(tiny_models, inputs, step):
     model, steps = tiny_models[0], []
@@ -365,6 +371,7 @@ def test_percentiles_with_intervals():
         assert (row["pairs"], row["planes"], row["distance"]) == (180, 6, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [True, False], ids=["weights of zero", "one key"])
 def test_slopes_and_bounds_that_are_zero_have_no_gap(zero, tiny_config, inputs):
     """A slope of 0 beside a bound of 0 is no number of powers of ten, and no warning of numpy's."""

@@ -131,6 +131,7 @@ def said(findings):
     return [each for each in details if isinstance(each, str)]
 
 
+@pytest.mark.slow
 def test_what_is_said_of_masks(pair, probed):
     lines = said(Findings(probed(pair)))
     assert lines[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
@@ -144,6 +145,7 @@ def test_what_is_said_of_masks(pair, probed):
     assert registry.QUESTIONS["mask-stability"].answered(Findings(pair)).headline == []
 
 
+@pytest.mark.slow
 def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     found = probed(pair)
     told = found.masks.index[found.masks["level"] == LEVELS[1]]  # the level that the first screen tells
@@ -153,6 +155,7 @@ def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     assert registry.QUESTIONS["mask-stability"].json(Findings(found))["results"][0]["certified_changed"] == 1
 
 
+@pytest.mark.slow
 def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
     """Of another level there are other certified rows, of which the first screen counts none."""
     found = probed(pair)
@@ -186,6 +189,7 @@ def test_what_is_said_of_the_conditions_is_a_sentence(pair, probed, range_of_ful
     assert full.endswith(f"The paper's conditions of Corollary 1 {said}")
 
 
+@pytest.mark.slow
 def test_tables_and_sections(pair, probed, tmp_path):
     found = probed(pair)
     assert measured_questions(Findings(pair))[-1] not in ("mask-stability", "k-sweep")

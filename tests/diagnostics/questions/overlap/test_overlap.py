@@ -177,6 +177,7 @@ def test_samples_that_are_all_alike_have_no_interval(wild_encoder):
     assert table[["low", "high"]].isna().all(axis=None)
 
 
+@pytest.mark.slow
 def test_the_section_draws_says_and_tabulates(tiny_runs):
     found = Findings(survey([tiny_runs.topk, tiny_runs.full], Conditions(samples=4, plans=(OverlapPlan(3),))))
     question = registry.QUESTIONS["overlap"]

@@ -383,6 +383,7 @@ def swapped(scores, k):
     return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "float64"])
 def test_scores_of_the_format_have_no_rounding_left(name):
     """One number less than the k-th is wrong, whatever its distance: 1,960 of 2,000 rows in bfloat16 passed."""

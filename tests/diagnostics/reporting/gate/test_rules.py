@@ -63,6 +63,7 @@ def test_a_rule_may_choose_the_models_that_an_external_mask_makes(kind, made_up)
     assert (result.model, result.value, result.passed) == ("model", 2.0, True)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=40))
 def test_any_text_is_read_or_refused(text):
     with suppress(InputError):

@@ -2,21 +2,18 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.findings.findings import Findings, json_ready
+from semdiag.measuring.findings.findings import Findings, Pair, json_ready
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.dispersion.answer import dispersion_gate
+from semdiag.questions.dispersion.answer import GateResult, dispersion_gate
 from semdiag.questions.mask_stability.measure import MASKS
 from semdiag.reporting import gate
 from semdiag.reporting.gate import (
-    Expectations,
-    LayerGate,
     invariants,
     junit_xml,
     layer_gate,
@@ -26,6 +23,16 @@ from semdiag.reporting.gate import (
     verify,
 )
 from semdiag_models import InputError
+
+
+def gate_of(made_up, topk, every=False):
+    """The gate of a pair whose medians are 2 in each layer of the full model, and these of the top-k model."""
+    found = made_up(("full", [2.0] * len(topk), {}), ("topk", topk, {"attention": "topk", "k": 2}))
+    found = found.replace(queries=found.queries.assign(layer=found.queries.groupby("model").cumcount()))
+    bad = {"model": "topk", "sample": 0, "layer": np.flatnonzero(np.isnan(topk)), "head": 0, "scores": 1}
+    findings = Findings(found.replace(non_finite=pd.DataFrame(bad)))
+    (gate,) = layer_gate(findings, [GateResult(Pair("pair", "full", "topk"), {}, {})], every)
+    return gate
 
 
 def drift(*args, **more):
@@ -42,14 +49,14 @@ def drift(*args, **more):
         ((1, float("nan"), 1), (1,), True, False),
     ],
 )
-def test_fewer_than_half_of_the_layers_may_fail_and_every_one_if_asked(topk, failing, passed, strict):
-    gate = LayerGate("pair", (2.0, 2.0, 2.0), topk, every=False)
-    assert (gate.failing, gate.passed) == (failing, passed)
-    assert replace(gate, every=True).passed == strict
+def test_fewer_than_half_of_the_layers_may_fail_and_every_one_if_asked(made_up, topk, failing, passed, strict):
+    for every, expected in ((False, passed), (True, strict)):
+        gate = gate_of(made_up, topk, every)
+        assert (gate.failed, gate.passed) == (failing, expected)
 
 
-def test_half_of_the_layers_is_a_failure():
-    assert not LayerGate("pair", (2.0, 2.0), (1.0, 3.0), every=False).passed
+def test_half_of_the_layers_is_a_failure(made_up):
+    assert not gate_of(made_up, (1.0, 3.0)).passed
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ def findings(measured):
 def test_medians_by_layer_are_those_of_the_queries(measured, findings, tiny_runs):
     (gate,) = layer_gate(findings, dispersion_gate(findings))
     own = measured.queries[measured.queries["model"] == str(tiny_runs.full)]
-    assert gate.full == pytest.approx([own[own["layer"] == n]["dispersion"].median() for n in (0, 1)])
+    assert [*gate.full.values()] == pytest.approx([own[own["layer"] == n]["dispersion"].median() for n in (0, 1)])
 
 
 def test_a_true_capture_keeps_its_invariants(findings):
@@ -134,11 +141,11 @@ def test_of_a_diverged_model_nobody_can_tell_whether_it_moved(findings, diverged
 
 
 def test_what_is_said_of_a_diverged_pair_holds_nothing(diverged):
-    result = verify(diverged, Expectations([parse_rule("dispersion.p50 < 1e9")]))
+    result = verify(diverged, [parse_rule("dispersion.p50 < 1e9")])
     (gate,) = result.layers
     assert gate.unknown == (1,)
     said = "\n".join(result.failures) + junit_xml(result)
-    assert "nan" not in said.replace(gate.label, "")
+    assert "nan" not in said.replace(gate.pair.label, "")
     assert "cannot be judged at p50, p75, p90, p95" in said
     assert "cannot be judged at the median of 1 of 2 layers (1)" in gate.fault
     assert [r.known for r in result.rules] == [True, False]
@@ -203,7 +210,7 @@ def test_where_several_models_could_be_one_nobody_can_tell(measured, tiny_runs):
     assert drift(both, [two, one]) == []  # where they lie tells them apart
     (unclear,) = drift(both, [{**one, "model": "c.pt"}])
     assert unclear.words.startswith("it is unclear whether c.pt of the baseline is a.pt or b.pt")
-    assert json.dumps(verify(both, Expectations([], [{**one, "model": "c.pt"}])).summary(), allow_nan=False)
+    assert json.dumps(verify(both, [], [{**one, "model": "c.pt"}]).summary(), allow_nan=False)
     alone = Findings(moved_to("c.pt"))
     assert [m.among for m in drift(alone, [one, two])] == [("c.pt",), ("c.pt",)]
 

@@ -1,4 +1,4 @@
-"""Changes by place in the text and by length of it, against loops; texts cut into pieces."""
+"""Changes by length of the text, against loops; texts cut into pieces."""
 
 import math
 
@@ -15,11 +15,11 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer import needed_words, place_lines, verdict_lines
-from semdiag.questions.k_sweep.changes import change_table, quarter_table, smallest_enough
+from semdiag.questions.k_sweep.answer import length_lines, needed_words, verdict_lines
+from semdiag.questions.k_sweep.changes import change_table, length_table, smallest_enough
 from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import KSweepPlan
-from semdiag.questions.k_sweep.rerun import packed, part_of, quarter_sums
+from semdiag.questions.k_sweep.rerun import RERUN_TABLE, packed
 from semdiag_models import InputError
 
 LETTERS, LENGTH, SAMPLES = 7, 24, 12
@@ -72,39 +72,15 @@ def changes(model, ids, k):
     return masked - token_losses(model, ids)
 
 
-def test_quarters_count_positions_and_no_padding():
-    counted = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0]]).bool()
-    assert part_of(counted).tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 0]]
-    for n in range(4, 40):
-        sizes = np.bincount(part_of(torch.ones(1, n).bool())[0])[1:]
-        assert sizes.sum() == n
-        assert sizes.max() - sizes.min() <= 1
-
-
-@pytest.mark.parametrize("k", [2, 6])
-def test_the_change_of_a_quarter_is_the_mean_over_its_tokens(findings, model, ids, k):
-    table = findings(quarter_table)
-    rows = table[(table["length"] == 0) & (table["mask"] == "topk") & (table["k"] == k)].set_index("quarter")
-    change = changes(model, ids, k)
-    place = np.array([4 * t // LENGTH + 1 for t in range(LENGTH - 1)])  # the last position has no next token
-    for quarter in range(1, 5):
-        own = change[:, place == quarter]
-        assert rows.loc[quarter, "change"] == pytest.approx(own.mean(), rel=1e-9, abs=1e-12)
-        want = sum_ratio_interval(own.sum(1), np.full(SAMPLES, float(own.shape[1])))
-        alike = math.isclose(want.low, want.high, abs_tol=1e-12)
-        assert (rows.loc[quarter, "low"], rows.loc[quarter, "high"]) == pytest.approx(
-            (math.nan,) * 2 if alike else (want.low, want.high), nan_ok=True, rel=1e-6, abs=1e-12
-        )
-    assert rows.loc[0, "change"] == pytest.approx(change.mean(), rel=1e-9)
-    assert rows.loc[1, "change"] == pytest.approx(0, abs=1e-12) or k < LENGTH // 4
-
-
 @pytest.mark.parametrize("length", [16, 48])
 def test_pieces_of_a_length_are_the_tokens_one_behind_the_other(findings, model, ids, length):
     pieces = ids.flatten()[: ids.numel() // length * length].view(-1, length)
-    table = findings(quarter_table)
-    row = table[(table["length"] == length) & (table["quarter"] == 0) & (table["mask"] == "topk")].set_index("k")
+    table = findings(length_table)
+    row = table[(table["length"] == length) & (table["mask"] == "topk")].set_index("k")
     for k in (2, 6):
+        change = changes(model, pieces, k)
+        want = sum_ratio_interval(change.sum(1), np.full(len(pieces), float(length - 1)))
+        assert tuple(row.loc[k, ["low", "high"]]) == pytest.approx((want.low, want.high), rel=1e-6)
         assert row.loc[k, "samples"] == len(pieces)
         assert row.loc[k, "change"] == pytest.approx(changes(model, pieces, k).mean(), rel=1e-9)
         kept = sum(min(k, i + 1) for i in range(length)) / sum(i + 1 for i in range(length))
@@ -137,16 +113,18 @@ def test_an_encoder_of_ours_is_sent_to_its_own_command(tiny_runs):
         survey([tiny_runs.full], Conditions(samples=4, plans=(KSweepPlan(rerun=True, lengths=(4,)),)))
 
 
+@pytest.mark.slow
 def test_a_report_cuts_its_lengths_from_the_samples_that_fit_into_its_minutes(model, ids):
     loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
     plan = KSweepPlan(seconds=1e-9, lengths=(8, 24))  # one sample fits
-    found = survey([loaded], Conditions(plans=(plan,), dtype="float64")).rerun_quarters
+    found = survey([loaded], Conditions(plans=(plan,), dtype="float64")).rerun_lengths
     samples = found[found["mask"] == "none"].groupby("length")["sample"].nunique()
-    assert samples.to_dict() == {0: 1, 8: LENGTH // 8, 24: 1}
+    assert samples.to_dict() == {8: LENGTH // 8, 24: 1}
     own = found[(found["mask"] == "none") & (found["length"] == 24)]
     assert own["loss"].sum() == pytest.approx(token_losses(model, ids[:1]).sum())
 
 
+@pytest.mark.slow
 def test_samples_that_have_a_length_already_are_not_run_twice(model, ids):
     loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids[:4]])
     ran = []
@@ -157,9 +135,9 @@ def test_samples_that_have_a_length_already_are_not_run_twice(model, ids):
     )
     hook.remove()
     assert ran[: len(ran) // 2] == ran[len(ran) // 2 :]
-    rows, cut = (once.rerun_quarters.query("length == @n").drop(columns="length") for n in (0, LENGTH))
-    pd.testing.assert_frame_equal(rows.reset_index(drop=True), cut.reset_index(drop=True))
-    assert len(rows) == len(both.rerun_quarters) > 0
+    cut = once.rerun_lengths[[*RERUN_TABLE.columns]]
+    pd.testing.assert_frame_equal(once.rerun, cut)
+    assert len(both.rerun_lengths) == 0 < len(cut)
 
 
 def test_a_model_of_outputs_alone_has_no_lengths(ids):
@@ -174,21 +152,21 @@ def test_a_model_of_outputs_alone_has_no_lengths(ids):
 
 def test_the_smallest_k_is_the_last_from_above_that_stays_within(findings):
     needed = findings(smallest_enough, "own:model").set_index(["length", "mask"])
-    table = findings(quarter_table)
+    table = findings(length_table)
     for (length, mask), row in needed.iterrows():
-        own = table[(table["length"] == length) & (table["mask"] == mask) & (table["quarter"] == 0)]
+        own = table[(table["length"] == length) & (table["mask"] == mask)]
         within = own.set_index("k")["change"] <= 0.01
         want = 2 if within.all() else 6 if within[6] else None
         assert (None if pd.isna(row["k"]) else row["k"]) == want
-    lines = place_lines(findings, "own:model")
+    lines = length_lines(findings, "own:model")
     assert any("at 16 tokens" in line and "at 48 tokens" in line for line in lines)
     assert needed_words({"k": None, "largest": 6, "kept": math.nan}) == "above 6"
 
 
 def test_the_second_panel_has_the_cost_of_one_k_by_length(findings):
     _, ax = cost(findings).axes
-    table = findings(quarter_table)
-    own = table[(table["length"] > 0) & (table["quarter"] == 0) & (table["mask"] == "topk")]
+    table = findings(length_table)
+    own = table[table["mask"] == "topk"]
     k = own["k"].max()
     assert ax.get_xlabel() == f"tokens in the text; {k} keys kept"
     assert ax.get_xticks().tolist() == [16, 48]
@@ -211,18 +189,7 @@ def test_a_mask_that_is_true_for_padding_is_read_so(name):
     assert [piece["ids"].tolist() for piece in packed([{"ids": ids, name: padded}], 2, 1)] == [[[1, 2]], [[3, 4]]]
 
 
-def test_a_short_sample_leaves_the_others_of_its_batch_their_quarters():
-    """Those of the whole batch were left out."""
-    counted = torch.ones(3, 5, dtype=torch.bool)
-    counted[1, 3:] = False
-    sums = list(quarter_sums(counted, {"loss": torch.arange(15.0).view(3, 5)}))
-    found = {(at, quarter): own["loss"] for quarter, at, own in sums}
-    assert found == {
-        (0, 1): 0.0 + 1.0, (0, 2): 2.0, (0, 3): 3.0, (0, 4): 4.0,
-        (2, 1): 10.0 + 11.0, (2, 2): 12.0, (2, 3): 13.0, (2, 4): 14.0,
-    }  # fmt: skip
-
-
+@pytest.mark.slow
 def test_one_long_document_has_intervals_over_chunks_within_it(model):
     """4,095 targets of one document had no interval. Sums over its parts are those of its positions, by hand."""
     ids = torch.randint(LETTERS, (1, 700), generator=torch.Generator().manual_seed(2))
