@@ -50,7 +50,7 @@ def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sig
         torch.baddbmm(scores, rows[s], of_keys[s].mT, beta=0, alpha=scale, out=scores)
         if allowed is not None:
             scores.masked_fill_(~allowed[s], float("-inf"))
-        values, positions = largest(scores, k)
+        values, positions = largest(scores, k, ordered=not _short(layer, q) or torch.compiler.is_compiling())
         selected.append(positions if valid is None else positions.masked_fill(values == float("-inf"), -1))
     found = (selected[0] if len(selected) == 1 else torch.cat(selected)).view(batch, heads, length, k)
     if first:
@@ -58,8 +58,19 @@ def top_k(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention", sig
     return found
 
 
-def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest entries of each row, and their positions."""
+def _short(layer: nn.Module, q: Tensor) -> bool:
+    """Return whether a step uses masked matrices."""
+    return layer.training and q.shape[2] <= SHORT and q.device.type == "cpu"
+
+
+def largest(scores: Tensor, k: int, ordered: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the k largest entries of each row, and their positions; in their order or not, which is quicker."""
+    if not ordered:
+        rows = scores.numpy()
+        places = np.flatnonzero(rows >= np.partition(rows, -k, -1)[..., -k, None])
+        if len(places) == k * scores[..., 0].numel():  # else some are equal
+            positions = torch.from_numpy(places % scores.shape[-1]).view(*scores.shape[:-1], k)
+            return scores.gather(-1, positions), positions
     if scores.device.type == "cuda":
         from semdiag_models.largest_of_rows import MOST, largest_of_rows  # which needs Triton
 
@@ -279,38 +290,44 @@ LOCAL = tuple(name for name, kind in ATTENTIONS.items() if "global_tokens" in ki
 DRAWN = tuple(name for name, kind in ATTENTIONS.items() if "selection_seed" in kind.options)
 
 
+_GAPS = np.random.Generator(np.random.Philox(key=0))
+_FIRST: Any = _GAPS.bit_generator.state  # of a new generator; setting it takes a tenth of making one
+
+
 def dropped_positions(n: int, p: float) -> Tensor:
     """Return the indices, among n, at which independent coins with probability p drop."""
     # numpy draws the gaps between them in a third of torch's time; torch's generator seeds it
-    draw = np.random.Generator(np.random.Philox(key=int(torch.randint(2**62, ()))))
+    _FIRST["state"]["key"][0] = int(torch.randint(2**62, ()))
+    draw = _GAPS
+    draw.bit_generator.state = _FIRST
     positions = draw.geometric(p, int(n * p + 8 * math.sqrt(n * p) + 20)).cumsum()
     while positions[-1] < n:  # eight standard deviations away, but exactness requires it
         positions = np.append(positions, positions[-1] + draw.geometric(p, len(positions)).cumsum())
     return torch.from_numpy(positions[: positions.searchsorted(n, "right")] - 1)
 
 
-def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Zero each element with probability p and divide the others by 1 - p, while training."""
-    if not training or p == 0:
-        return x
-    if x.device.type != "cpu":
-        return F.dropout(x, p)
-    return _Dropout.apply(x, p, dropped_positions(x.numel(), p))  # type: ignore[no-any-return]
+def dropout(x: Tensor, p: float, training: bool, rest: Tensor | None = None) -> Tensor:
+    """Zero each element with probability p and divide the others by 1 - p, while training; add the rest."""
+    if training and p and x.device.type == "cpu":
+        return _Dropout.apply(x, p, dropped_positions(x.numel(), p), rest)  # type: ignore[no-any-return]
+    dropped = F.dropout(x, p) if training and p else x
+    return dropped if rest is None else rest + dropped
 
 
 class _Dropout(torch.autograd.Function):
     """x / (1 - p) with zeros at the flat positions ``drops``: the few that are dropped, not a coin for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, drops: Tensor) -> Tensor:
-        ctx.p, ctx.drops = p, drops
+    def forward(ctx: Any, x: Tensor, p: float, drops: Tensor, rest: Tensor | None) -> Tensor:
+        ctx.p, ctx.drops, ctx.added = p, drops, rest is not None
         kept = x.contiguous() * (1 / (1 - p))
         kept.view(-1).index_fill_(0, drops, 0)
-        return kept
+        return kept if rest is None else kept.add_(rest)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Dropout.forward(ctx, grad, ctx.p, ctx.drops), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        added = grad if ctx.added else None
+        return _Dropout.forward(ctx, grad, ctx.p, ctx.drops, None), None, None, added
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
@@ -318,30 +335,31 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
     if p == 0 or q.device.type != "cpu":
         mask = None if valid is None else valid[:, None, None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, scale=scale)
-    out = None if valid is None else ~valid.repeat_interleave(q.shape[1], 0)[:, None, :]
-    return _Strips.apply(q, k, v, out, scale, False, p)  # type: ignore[no-any-return]
+    bias = None
+    if valid is not None:
+        bias = q.new_zeros(valid.shape).masked_fill_(~valid, -math.inf).repeat_interleave(q.shape[1], 0)[:, None]
+    return _Strips.apply(q, k, v, bias, scale, False, p)  # type: ignore[no-any-return]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
     """Return attention over the selected keys by masked matrices, for short inputs on a CPU."""
-    out = _left_out(selected, k.shape[2]).flatten(0, 1)
-    return _Strips.apply(q, k, v, out, scale, True, p)  # type: ignore[no-any-return]
+    return _Strips.apply(q, k, v, _bias(selected, k).flatten(0, 1), scale, True, p)  # type: ignore[no-any-return]
 
 
-def _left_out(selected: Tensor, length: int) -> Tensor:
-    """Return whether a key is left out: (B, H, L, K) -> (B, H, L, length)."""
-    out = torch.ones(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
-    return out.scatter_(3, selected.masked_fill(selected < 0, length), False)[..., :length]
+def _bias(selected: Tensor, k: Tensor) -> Tensor:
+    """Return 0 for the selected keys and -inf for the others: (B, H, L, K) -> (B, H, L, L)."""
+    bias = k.new_full((*selected.shape[:3], k.shape[2] + 1), -math.inf)
+    return bias.scatter_(3, selected.masked_fill(selected < 0, k.shape[2]), 0)[..., :-1]
 
 
 class _Strips(torch.autograd.Function):
     """Attention in strips of samples and heads; weights of a single strip are kept, of several computed again."""
 
-    # out: whether a key does not count, (B·H, 1 or L, L); empty: whether a query may have no key at all
+    # bias: 0, or -inf for keys that do not count, (B·H, 1 or L, L); empty: whether a query may have no key at all
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, scale: float, empty: bool, p: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, empty: bool, p: float
     ) -> Tensor:
         heads, factor = q.shape[1], 1 / (1 - p)
         q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))  # (B·H, L, D)
@@ -350,28 +368,28 @@ class _Strips(torch.autograd.Function):
         mixed = q.new_empty(q.shape)
         for start in strips:
             s = slice(start, start + strips.step)
-            weights = _weights(q[s], k[s], scale, None if out is None else out[s], empty)
+            weights = _weights(q[s], k[s], scale, None if bias is None else bias[s], empty)
             saved.append(dropped_positions(weights.numel(), p) if p else None)
             torch.baddbmm(mixed[s], _without(weights, saved[-1]), v[s], beta=0, alpha=factor, out=mixed[s])
-        ctx.save_for_backward(q, k, v, out, weights if len(strips) == 1 else None, *saved)
+        ctx.save_for_backward(q, k, v, bias, weights if len(strips) == 1 else None, *saved)
         ctx.plan = scale, factor, heads, strips, empty
         return mixed.view(-1, heads, *q.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, whole, *saved = ctx.saved_tensors
+        q, k, v, bias, whole, *saved = ctx.saved_tensors
         scale, factor, heads, strips, empty = ctx.plan
         grad = grad.reshape(q.shape)
         dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
         for start, drops in zip(strips, saved, strict=True):
             s = slice(start, start + strips.step)
-            again = None if out is None else out[s]
+            again = None if bias is None else bias[s]
             weights = _weights(q[s], k[s], scale, again, empty) if whole is None else whole
             torch.baddbmm(dv[s], _without(weights, drops).mT, grad[s], beta=0, alpha=factor, out=dv[s])
             d_weights = torch.baddbmm(weights, grad[s], v[s].mT, beta=0, alpha=factor)
             if drops is not None:
                 d_weights.view(-1).index_fill_(0, drops, 0)
-            d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+            d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype, grad_input=d_weights)
             torch.baddbmm(dq[s], d_scores, k[s], beta=0, alpha=scale, out=dq[s])
             torch.baddbmm(dk[s], d_scores.mT, q[s], beta=0, alpha=scale, out=dk[s])
         dq, dk, dv = (t.view(-1, heads, *t.shape[1:]) for t in (dq, dk, dv))
@@ -383,11 +401,11 @@ def _without(weights: Tensor, drops: Tensor | None) -> Tensor:
     return weights if drops is None else weights.view(-1).index_fill(0, drops, 0).view_as(weights)
 
 
-def _weights(q: Tensor, k: Tensor, scale: float, out: Tensor | None, empty: bool) -> Tensor:
+def _weights(q: Tensor, k: Tensor, scale: float, bias: Tensor | None, empty: bool) -> Tensor:
     scores = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)
-    if out is not None:
-        scores.masked_fill_(out, float("-inf"))
-    weights = torch.softmax(scores, -1)
+    if bias is not None:
+        scores.add_(bias)
+    weights = torch.softmax(scores, -1, out=scores)
     return weights.nan_to_num_(0.0) if empty else weights
 
 
@@ -470,13 +488,12 @@ def straight_through_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor, p: float
 ) -> Tensor:
     """Mix values with the weights of the selected keys, but differentiate scores with the weights of all keys."""
-    least, scores = torch.finfo(q.dtype).min, scale * (q @ k.mT)
+    scores = scale * (q @ k.mT)
     if valid is not None:
-        scores = scores.masked_fill(~valid[:, None, None, :], least)
+        scores = scores.masked_fill(~valid[:, None, None, :], torch.finfo(q.dtype).min)
     of_all = scores.softmax(-1)
     with torch.no_grad():
-        out = _left_out(selected, k.shape[2])
-        of_selected = scores.masked_fill(out, least).softmax(-1).masked_fill_(out, 0)
+        of_selected = (scores + _bias(selected, k)).softmax(-1).nan_to_num_(0.0)
     weights = of_selected + (of_all - of_all.detach())  # the difference is 0, exactly
     return dropout(weights, p, training=p > 0) @ v
 
@@ -498,7 +515,7 @@ class AttentionCore(nn.Module):
             return dense_attention(q, k, v, scale, valid, p)
         if self.straight_through and self.training:
             return straight_through_attention(q, k, v, scale, valid, selected, p)
-        if self.training and q.shape[2] <= SHORT and q.device.type == "cpu":
+        if _short(self, q):
             mixed = masked_attention(q, k, v, scale, selected, p)
         else:
             mixed = self.attend_selected(q, k, v, scale, selected, p)

@@ -86,17 +86,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Transform the residual stream: (B, L, d) -> (B, L, d)."""
-        norm = partial(F.layer_norm, normalized_shape=(self.width,))
+        norm, eps = partial(F.layer_norm, normalized_shape=(self.width,)), self.attention_norm_eps
         drop = partial(dropout, p=self.p, training=self.training)
 
         def mlp(x: Tensor) -> Tensor:
-            return drop(self.contract(self.activation(drop(self.expand(x)))))
+            return self.contract(self.activation(drop(self.expand(x))))  # type: ignore[no-any-return]
 
         if self.pre_norm:
-            x = x + drop(self.attention(norm(x, eps=self.attention_norm_eps), valid))
-            return x + mlp(norm(x))
-        x = norm(x + drop(self.attention(x, valid)), eps=self.attention_norm_eps)
-        return norm(x + mlp(x))
+            x = drop(self.attention(norm(x, eps=eps), valid), rest=x)
+            return drop(mlp(norm(x)), rest=x)
+        x = norm(drop(self.attention(x, valid), rest=x), eps=eps)
+        return norm(drop(mlp(x), rest=x))
 
 
 class Encoder(nn.Module):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from numpy.random import Generator, Philox
 from scipy.stats import chisquare
 
 from semdiag_models import attention as module
@@ -123,6 +124,29 @@ def test_dropped_elements_are_zero_and_the_others_are_divided_by_what_is_kept(la
     cotangent = torch.randn_like(dropped)
     gradient = torch.autograd.grad(dropped, x, cotangent)[0]
     torch.testing.assert_close(gradient, cotangent * kept, rtol=0, atol=1e-14)
+
+
+def test_what_is_added_gets_the_whole_gradient():
+    x, rest = (torch.randn(4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    sums = []
+    for added in (dropout(x, 0.3, True, rest), rest + dropout(x, 0.3, False), dropout(x, 0.3, False, rest)):
+        sums.append(torch.autograd.grad(added.sum(), (x, rest)))
+    assert all(torch.equal(of_rest, torch.ones_like(rest)) for _, of_rest in sums)
+    assert set(sums[0][0].unique().tolist()) == {0, 1 / 0.7}
+    torch.manual_seed(5)
+    together = dropout(x, 0.3, True, rest)
+    torch.manual_seed(5)
+    assert torch.equal(together, rest + dropout(x, 0.3, True))
+
+
+def test_gaps_are_those_of_a_new_generator():
+    torch.manual_seed(8)
+    found = [dropped_positions(n, 0.02) for n in (5000, 300)]
+    torch.manual_seed(8)
+    for n, positions in zip((5000, 300), found, strict=True):
+        gaps = Generator(Philox(key=int(torch.randint(2**62, ())))).geometric(0.02, n)
+        wanted = gaps.cumsum() - 1
+        assert positions.tolist() == wanted[wanted < n].tolist()
 
 
 def test_gradients_are_those_of_finite_differences():

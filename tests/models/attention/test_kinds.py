@@ -194,6 +194,20 @@ def test_among_ties_every_choice_has_the_largest_scores_and_no_key_comes_twice()
         assert len(set(row)) == 3
 
 
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_in_any_order_the_largest_are_those_of_torch(ties, k):
+    scores = torch.randint(4, (5, 6, 7)).float() if ties else torch.randn(5, 6, 7)
+    scores[0, 1, 2:] = -torch.inf  # fewer than three keys are allowed
+    (values, positions), wanted = module.largest(scores, k, ordered=False), scores.topk(k, -1)
+    assert torch.equal(scores.gather(-1, positions), values)
+    assert torch.equal(values.sort(-1).values, wanted.values.sort(-1).values)
+    assert all(len(set(row)) == k for row in positions.flatten(0, 1).tolist())
+    if not ties:
+        kept = wanted.values.amin(-1) > -torch.inf
+        assert torch.equal(positions[kept].sort(-1).values, wanted.indices[kept].sort(-1).values)
+
+
 def test_selecting_is_not_differentiated():
     q, keys = vectors().requires_grad_()
     assert not select_keys("topk", 2, q, keys, 1.0, None).requires_grad
