@@ -21,7 +21,7 @@ from joint_permutation import FEWEST_MASKS, Matrix, complete_cells, joint_rank_t
 from numpy.typing import NDArray
 from torch import Tensor
 
-from semdiag.capturing.attention_call import CHANGING, AttentionCall
+from semdiag.capturing.attention_call import KINDS, AttentionCall
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measuring.calls.counted_rows import counted_rows
@@ -114,7 +114,7 @@ def candidates_at(
         Natural logarithms by name: -inf of zero, +inf where there is no bound, NaN where the number is unknown.
     """
     attention = snapshot.encoder.config.attention
-    plans = (SecantsPlan(), BoundsPlan(tensor_secants=False), *[NoisePlan()] * (attention in CHANGING))
+    plans = (SecantsPlan(), BoundsPlan(tensor_secants=False), *[NoisePlan()] * KINDS[attention].input_dependent)
     samples = min(SAMPLES, conditions.samples)
     few = replace(conditions, inputs=None, samples=samples, plans=plans)
     tokens, labels, _ = snapshot.default_inputs(samples, conditions.seed)
