@@ -339,9 +339,8 @@ def invariants(findings: Findings) -> list[Invariant]:
     if (worst := answers.get(Completeness.UNKNOWN)) is not None:
         deviation = "deviates by a value that is not a number"
     elif (worst := answers.get(Completeness.MISSING)) is not None:
-        times = worst["residual_over_rounding"]
-        more = "" if math.isnan(times) else f", {times:.2g} times what rounding can do"
-        deviation = f"deviates by {worst['residual']:.1e}{more}: something is missing"
+        times = f"{worst['residual_over_rounding']:.2g} times what rounding can do"
+        deviation = f"deviates by {worst['residual']:.1e}, {times}: something is missing"
     elif (worst := answers.get(Completeness.BLIND)) is not None:
         deviation = "is within rounding, which is so coarse at this precision that it tells nothing"
     checked = [

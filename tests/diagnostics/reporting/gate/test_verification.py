@@ -85,7 +85,6 @@ def test_a_true_capture_keeps_its_invariants(findings):
     ("change", "name"),
     [
         ({"residual_over_rounding": 1.5}, "residual"),
-        ({"residual": 1e-2, "residual_over_rounding": np.nan}, "residual"),  # of an older folder
         ({"residual": np.nan}, "residual"),
         ({"attention_captured": 1}, "captured"),
     ],
