@@ -233,7 +233,7 @@ class RunLock:
                 self._path.touch()
             why = "another process trains there. Wait for it, or choose another folder with --out."
             if file is not None:
-                why = "another monitor or process writes to it. Use a file for each."
+                why = "another monitor or process writes to it. Name another."
             raise InputError(f"{folder / (file or '')} is in use: {why}") from None
 
     def release(self) -> None:

@@ -46,7 +46,7 @@ from semdiag.reporting.page import (
     weights_sentences,
 )
 from semdiag_models import InputError
-from semdiag_models.reading import open_file, read_json, unknown_name, visible_json
+from semdiag_models.reading import RunLock, open_file, read_json, unknown_name, visible_json
 
 
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
@@ -105,7 +105,9 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
         raise InputError(f"The report cannot be written to {folder}: {existing} is a file.")
     if not os.access(existing, os.W_OK):
         raise InputError(f"The report cannot be written to {folder}: nothing can be written in {existing}.")
-    _tidy(folder)
+    if folder.parent.is_dir():
+        with _locked(folder):
+            pass
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -131,16 +133,27 @@ def replacing(folder: Path) -> Iterator[Path]:
     folder = Path(os.path.realpath(folder))
     building, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
     try:
-        try:
-            building.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            building.mkdir()
             yield building
             if folder.exists():
                 folder.rename(old)
             building.rename(folder)
-        finally:
-            _tidy(folder)
     except OSError as error:
         raise InputError(f"The report cannot be written to {folder}: {error.strerror or error}.") from None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from the report meanwhile, and remove what killed ones left."""
+    lock = RunLock(folder.parent, folder.name)
+    try:
+        _tidy(folder)
+        yield
+    finally:
+        _tidy(folder)
+        lock.release()
 
 
 def _tidy(folder: Path) -> None:

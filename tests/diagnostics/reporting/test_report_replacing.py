@@ -6,8 +6,9 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.reporting import report as report_module
-from semdiag.reporting.report import write_report
+from semdiag.reporting.report import check_folder, write_report
 from semdiag_models import InputError
+from semdiag_models.reading import RunLock
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -29,6 +30,21 @@ def test_a_failure_leaves_the_old_report_and_no_scraps(one, tmp_path, monkeypatc
         write_report(Findings(one), tmp_path / "r", "new", formats=())
     assert page.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
+def test_a_folder_that_another_process_writes_is_left_alone(one, tmp_path):
+    building = tmp_path / ".r.partial"
+    building.mkdir()
+    lock = RunLock(tmp_path, "r")
+    try:
+        for refused in (check_folder, lambda folder, keep: write_report(Findings(one), folder, "x", formats=())):
+            with pytest.raises(InputError, match=r"r is in use: another monitor or process writes to it\."):
+                refused(tmp_path / "r", False)
+            assert building.is_dir()
+    finally:
+        lock.release()
+    check_folder(tmp_path / "r", False)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
