@@ -90,7 +90,6 @@ def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
 
 
 def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes: dict[str, int]) -> None:
-    """Apply an operation to the stack: pop what it takes, push what it leaves."""
     before = [kind.name for kind in opcode.stack_before]
     first = marks.pop() - before.index("mark") if "mark" in before else len(stack) - len(before)
     if first < 0:

@@ -186,8 +186,6 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
 
 
 def _check_entries(path: Path, content: dict[str, Any]) -> None:
-    """Refuse a file whose entries are missing, of another kind or out of range."""
-
     def check(right: bool, what: str) -> None:
         refuse(not right, f"{path} is damaged: its {what}.")
 

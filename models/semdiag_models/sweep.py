@@ -36,8 +36,6 @@ _LONGEST_NAME = 90  # without the hash; longer names are cut
 
 @dataclass(frozen=True)
 class _TextFile(Record):
-    """Keys of the task text."""
-
     text: str = ""  # path of the file, relative to the sweep's own
     holdout_text: str | None = None
     tokenizer: str = "unigram"
@@ -104,7 +102,6 @@ def _combinations(table: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text]) -> SweepRun:
-    """Make a run of settings, and refuse what no run can have."""
     for key, value in values.items():
         if key not in _FIELDS:
             raise reading.unknown_name("key", key, _FIELDS)

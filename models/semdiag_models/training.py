@@ -116,7 +116,6 @@ class Steps:
             self._update()
 
     def _update(self) -> None:
-        """Clip the gradients, and move the parameters."""
         for parameter, at, _ in self._frozen:
             parameter.grad[at] = 0  # type: ignore[index]  # after a backward pass there is one
         gradients = [p.grad for p in self._parameters if p.grad is not None]

@@ -143,8 +143,6 @@ def watch_attention(
 
 
 class _Hooks:
-    """What a watch does before and after each module."""
-
     def __init__(self, recorder: recording.Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
         self._recorder, self._here, self._lent, self._hooked = recorder, here, lent, hooked
         self._unmasked: dict[AttentionCore, tuple[int, int]] = {}
@@ -161,7 +159,6 @@ class _Hooks:
             yield
 
     def restore(self) -> None:
-        """Give the attention cores their masks back."""
         for core, everywhere in self._unmasked.items():
             core.everywhere = everywhere
         self._unmasked.clear()
@@ -191,7 +188,6 @@ class _Hooks:
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        """Note that a module has run or failed."""
         recorder, name = self._recorder, self._recorder.module
         if recorder.without_watch and recorder.without_watch[-1][0] is module:
             recorder.covered -= 1

@@ -40,7 +40,6 @@ def refuse_unnamed_labels(model: nn.Module, batch: Sequence[Any]) -> None:
 
 
 def _may_be_labels(given: Tensor, name: str, samples: int) -> bool:
-    """Return whether a tensor that goes to an argument of this name could be labels of so many samples."""
     if _NAMES.search(name) or given.ndim not in (1, 2) or len(given) != samples:
         return False
     whole = not given.is_floating_point() and not given.is_complex()

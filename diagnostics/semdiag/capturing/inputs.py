@@ -275,7 +275,6 @@ def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeni
 
 
 def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions) -> Tensor | None:
-    """Return the class of each text, (N,); None if unknown."""
     named, where = given.labels, path
     if options.labels is not None:
         where = options.labels

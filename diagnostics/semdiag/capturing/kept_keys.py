@@ -451,7 +451,6 @@ class SharedChoices:
 
 
 def _alike(one: AttentionCall, other: AttentionCall) -> bool:
-    """Return whether two calls have as many samples, queries and keys."""
     return (len(one.q), one.q.shape[2], one.k.shape[2]) == (len(other.q), other.q.shape[2], other.k.shape[2])
 
 

@@ -113,7 +113,6 @@ class _Strips(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients in queries, keys and values; the choice of keys has none."""
         choice: Choice = ctx.choice
         q, k, v, mixed = ctx.saved_tensors
         with outside_all_modes(q.device.type):
@@ -336,7 +335,6 @@ def _at(values: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _mask_mod(choice: Choice, bare: Tensor | None, table: Table | None) -> Callable[..., Tensor]:
-    """Return FlexAttention's function of positions: whether a query may see a key."""
     call = choice.call
     size, causal = (*call.q.shape[:3], call.k.shape[2]), call.causal
     allowed, near = _at(call.allowed, size), _near(choice)
@@ -365,7 +363,6 @@ def _mask_mod(choice: Choice, bare: Tensor | None, table: Table | None) -> Calla
 
 
 def _score_mod(choice: Choice, rows: Thresholds | None) -> Callable[..., Tensor] | None:
-    """Return FlexAttention's function of scores; None if they stay as they are."""
     call = choice.call
     bias, near = _at(call.bias, (*call.q.shape[:3], call.k.shape[2])), _near(choice)
     if rows is None and bias is None:

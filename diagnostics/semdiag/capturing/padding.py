@@ -227,7 +227,6 @@ class Padding:
         return call.averaged()
 
     def _of_the_user(self, given: Tensor, call: AttentionCall) -> Told:
-        """Return the result of :meth:`queries` by the user's mask."""
         (batch, _, length, _), first = call.q.shape, call.keys_before + call.first_query
         if len(given) == batch and first >= given.shape[1]:  # tokens generated since the mask was given
             self.fitted = True

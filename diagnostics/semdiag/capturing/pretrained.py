@@ -92,7 +92,6 @@ def _shapes(path: Path) -> list[tuple[int, ...]]:
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of a safetensors header by tensor; none for a damaged file."""
     with open_file(path) as file:
         try:
             header = read_header(path, file)

@@ -156,7 +156,6 @@ class _Names(TorchFunctionMode):
 
 
 def _operators() -> bool:
-    """Return whether the operators of attention have their expected names below Python."""
     x = torch.zeros(1, 1, 2, 2, device="cpu")
     runs: dict[str, tuple[Callable[[], Any], ...]] = {
         "softmax": (lambda: x.softmax(-1), lambda: x.log_softmax(-1)),
@@ -200,7 +199,6 @@ def _python_kernels() -> bool:
 
 
 def _functions() -> bool:
-    """Return whether Python functions of attention have their expected names."""
     x, w, b = torch.zeros(1, 1, 2, device="cpu"), torch.zeros(6, 2, device="cpu"), torch.zeros(6, device="cpu")
     with torch.no_grad(), _Names() as mode:
         F.scaled_dot_product_attention(x, x, x)
@@ -267,7 +265,6 @@ def _caches() -> bool:
 
 
 def _interface() -> bool:
-    """Return whether attention functions can be looked up by name."""
     module = sys.modules.get("transformers.modeling_utils")
     functions = getattr(module, "ALL_ATTENTION_FUNCTIONS", None)
     look_up: Any = getattr(functions, "get_interface", None)

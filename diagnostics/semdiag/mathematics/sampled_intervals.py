@@ -190,7 +190,6 @@ class _Spread:
         return (math.sqrt(max(these, 0.0)), self._critical[0]), (such, self._critical[1])
 
     def of_sequences(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return Σe_i of each sequence."""
         return np.bincount(self._cluster, residuals, self._sequences).astype(np.float64)
 
 

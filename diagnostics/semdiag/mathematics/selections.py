@@ -84,7 +84,6 @@ def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
 
 
 def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
-    """Return the position of each row's query among the keys."""
     queries = rows[-1]
     if queries > keys:
         raise InputError(
@@ -204,13 +203,11 @@ class _Part:
     error: Tensor | None = None
 
     def room(self, rows: int) -> Tensor:
-        """Return memory for the scores, with an extra column for invalid keys."""
         double = self.scores is not None and self.scores.dtype == torch.float64
         kind = torch.float64 if double or self.indices.shape[1] > 2**24 else torch.float32
         return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
 
     def by_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the result of :func:`judge_rows` by the keys alone."""
         valid = (self.indices >= self.first) & (self.indices < self.end)
         ordered = self.indices.masked_fill(~valid, -1).sort(1).values
         again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -219,7 +216,6 @@ class _Part:
         return grade, none, none, none
 
     def by_scores(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the result of :func:`judge_rows` by the scores."""
         rows, k = self.indices.shape
         assert self.scores is not None
         table = room[:rows]  # with +inf in the extra column

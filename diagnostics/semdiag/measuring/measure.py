@@ -175,7 +175,6 @@ def measure(
 
 
 def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
-    """Return the counterfactual k as a tuple; refuse invalid arguments."""
     for name, value in numbers.items():
         if value is not None or name != "samples":
             whole_number(value, name, LEAST_MAX_QUERIES if name == "max_queries" else 1)
@@ -215,7 +214,6 @@ def _accuracy(classes: Tensor, labels: Tensor | None, audit: Audit) -> float | N
 
 
 def _provenance(run: Run, queries: int | None, min_keys: int) -> dict[str, Any]:
-    """Return versions, device and dtype of the measurement, and which queries were measured."""
     return {
         "semdiag": version("semdiag"),
         "torch": str(torch.__version__),
@@ -227,7 +225,6 @@ def _provenance(run: Run, queries: int | None, min_keys: int) -> dict[str, Any]:
 
 
 def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
-    """Refuse a mask with fewer rows than samples, or with more, unless only some samples are measured."""
     if real is not None and (len(real) < count or (len(real) > count and samples is None)):
         got = f"{counted(len(real), 'row')} for {counted(count, 'sample')}"
         raise InputError(f"real must have one row per sample. Got {got}.")

@@ -231,7 +231,6 @@ class Measurements:
         self._tables = tables
 
     def __getattr__(self, name: str) -> pd.DataFrame:
-        """Return an optional table, empty if it was not measured."""
         if name.startswith("_") or name not in optional_tables():
             raise AttributeError(f"{type(self).__name__} has no table {name!r}")
         if name not in self._tables:

@@ -256,7 +256,6 @@ class KeptRows:
             }
 
     def _sample(self, name: str, layer: int, head: int) -> np.ndarray:
-        """Return the finite numbers of a quantity among the kept rows."""
         numbers = [np.empty(0)]
         for part in self.parts:
             if len(part["layer"]) and layer in (ALL, part["layer"][0]):

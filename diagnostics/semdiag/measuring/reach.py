@@ -131,7 +131,6 @@ def _cycle_navigation(task: Task, length: int) -> Iterator[_Witness]:
 
 
 def _filler(length: int) -> str:
-    """Return an expression of this many characters with value 0."""
     short = {1: "0", 2: "-0", 3: "(0)", 4: "(-0)"}
     return short[length] if length in short else f"(0+{_filler(length - 4)})"
 

@@ -93,7 +93,6 @@ def column_types(table: pd.DataFrame) -> dict[str, str]:
 
 
 def _check_values(name: str, wanted: str, column: "pd.Series[Any]", where: str) -> None:
-    """Refuse impossible values: a missing whole number, a count below 0, a share above 1."""
     if wanted in ("bool", "int32", "int64") and column.isna().any():
         raise InputError(f"{where} has no value in a row of the column {name}.")
     least, most = _RANGES.get(name, (None, None))

@@ -50,7 +50,6 @@ class TokenTables(TorchFunctionMode):
         return next((axis for known, axis in reversed(self._axes) if known is table), None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and record table look-ups."""
         kwargs = kwargs or {}
         if func is F.embedding:
             named = dict(zip(("input", "weight"), args, strict=False)) | kwargs

@@ -63,7 +63,6 @@ class Text:
         return _drawn(pieces, min(n, _count(pieces, length, str(path))), length, str(path), generator)
 
     def _pieces(self) -> tuple[Pieces, Pieces]:
-        """Return training and held-out lines in pieces, from unchanged files."""
         source = self.source
         lines = _unchanged(source.file, source.sha256)
         if source.holdout_file is None:
@@ -147,7 +146,6 @@ def split_lines(path: Path, lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _unchanged(file: str, sha256: str | None) -> list[str]:
-    """Return the lines of a run's text; refuse a file that is gone or changed."""
     way = "Any text works with --inputs FILE.txt."
     refuse(not Path(file).exists(), f"The text {file} of this run is not here. {way}")
     lines, found = read_lines(Path(file))

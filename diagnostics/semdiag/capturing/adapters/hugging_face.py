@@ -140,7 +140,6 @@ def _sinks_known(given: InterfaceCall) -> bool:
 
 
 def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
-    """Return the options that keep only some keys, (B, H, Lq, Lk) bool."""
     mask, _ = _mask(given)
     kept = kept[:, :1] if kept.stride(1) == 0 else kept  # heads with the same keys need one mask
     if mask is None and given.implementation == "eager":  # eager attention adds the mask to the scores

@@ -35,7 +35,6 @@ class FunctionWatch(TorchFunctionMode):
         self._provenance = SoftmaxProvenance(below.tags.writes, below.tags.scores)
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        """Run the function, and record its attention."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
         higher_order = isinstance(func, HigherOrderOperator)

@@ -258,7 +258,6 @@ class OperationWatch(dispatch.TorchDispatchMode):
         self.merged = MergedBlocks(recorder, self.tags)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        """Run the operation and observe it."""
         kwargs = kwargs or {}
         recorder = self.recorder
         if in_backward():

@@ -373,7 +373,6 @@ class _Step(NamedTuple):
 
     @property
     def others(self) -> list[Tensor]:
-        """The other inputs."""
         return [t for t in self.given if t is not self.source]
 
 

@@ -140,7 +140,6 @@ class Softmaxes:
 
 
 def _exponent(name: str, args: Sequence[object]) -> object:
-    """Return the argument of a softmax or an exponential."""
     return args[1] if name.startswith("pow") else next(tensors(args))
 
 
@@ -312,7 +311,6 @@ class SoftmaxProvenance:
 def _changed(
     history: ScoreHistory, scores: Tensor, name: str, args: Args, kwargs: Kwargs, result: Tensor
 ) -> ScoreHistory:
-    """Return the history after an operation on the scores that has run."""
     second: Any = args[1] if len(args) > 1 else kwargs.get("other")
     first, other = bool(args) and args[0] is scores, args[0] if second is scores else second
     alike, dtype = kwargs.get("alpha", 1) == 1 and result.shape == scores.shape, result.dtype

@@ -159,6 +159,5 @@ def _mask_factor(separation: Real | None) -> tuple[Tensor, tuple[Assumption, ...
 
 
 def _no_query_bias(norms: HeadNorms) -> Assumption:
-    """Return the assumption of the paper's formulas that there is no query bias, Ξ̃ = Ξ."""
     alike = float64(norms.query) == float64(norms.token)
     return Assumption("the query projection has no bias", {}, holds=bool(alike.all()))

@@ -199,7 +199,6 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return the constants of the MLP's parameters at the MLP's output."""
     mlp, log_tokens = block.mlp, log(block.tokens)
     log_bias = log_tokens + log(mlp.weight_out) + log(mlp.activation)
     return {

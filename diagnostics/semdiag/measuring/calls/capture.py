@@ -261,7 +261,6 @@ class Calls:
 
 
 def _group(name: str, given: Any, samples: int, length: int) -> Tensor:
-    """Return which tokens belong to a group, (B, L) bool."""
     tokens = torch.as_tensor(given)
     if tokens.dtype != torch.bool or tokens.shape not in ((length,), (samples, length)):
         got = f"{str(tokens.dtype).removeprefix('torch.')} of {tuple(tokens.shape)}"

@@ -55,7 +55,6 @@ class _Outputs:
         self.heads = MonitorLog(beside, monitor_heads.head_columns(k), None)
 
     def open(self) -> None:
-        """Open the files and the writer."""
         self.layers.open()
         self.heads.open()
         self._writer = self._tensorboard
@@ -82,7 +81,6 @@ class _Outputs:
                 log.add(more)
 
     def close(self, faults: Faults) -> None:
-        """Write the remaining rows, and close everything; report failures to ``faults``."""
         for log in (self.layers, self.heads):
             with faults.reporting():
                 log.close()

@@ -101,7 +101,6 @@ def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> l
 
 
 def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Rule]:
-    """Read one quantity's rules: a change, or one or two thresholds."""
     limits = {**LIMITS, **{f"{name}_k{value}": ends for name, ends in OF_K.items() for value in k}}
     if quantity not in limits:
         of_k = [name for name in OF_K if str(quantity).startswith(f"{name}_k")]

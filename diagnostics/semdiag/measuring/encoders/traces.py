@@ -68,8 +68,6 @@ def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
 
 
 class _Tracer:
-    """Collects traces batch by batch."""
-
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.kind = encoder, encoder.config.attention
         self.weights = [block_weights(encoder, layer) for layer in range(len(encoder.blocks))]

@@ -63,7 +63,6 @@ def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) 
 
 
 def _unknown(row: Percentiles) -> Percentiles:
-    """Return undefined percentiles of the same number of queries."""
     return {**percentiles([]), "queries": row["queries"], "undefined": row["queries"]}
 
 
@@ -229,7 +228,6 @@ def _sample_sentences(findings: Findings) -> list[str]:
 
 
 def _counts(findings: Findings, model: str) -> dict[str, int]:
-    """Return the numbers of queries (dispersion) and keys (load) of a model, if more than are kept one by one."""
     rows = rows_of(findings.measurements.sketches, model)
     pooled = rows[(rows["layer"] == ALL) & rows["quantity"].isin(("dispersion", "load"))]
     return {str(name): int(count) for name, count in zip(pooled["quantity"], pooled["queries"], strict=True)}
