@@ -307,7 +307,6 @@ def main() -> None:
 
 
 def _explain(error: _UsageError) -> NoReturn:
-    """Print what is wrong with the command line, and where its help is."""
     if not error.format_message():  # no command was given, and the help has been printed
         sys.exit(0)
     where = "semdiag" if error.ctx is None else error.ctx.command_path
@@ -315,7 +314,6 @@ def _explain(error: _UsageError) -> NoReturn:
 
 
 def _leave_unread() -> NoReturn:
-    """Discard the output that is still to be written: the reader has closed the pipe."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.close()
@@ -323,7 +321,6 @@ def _leave_unread() -> NoReturn:
 
 
 def _give_up(error: Exception, debug: bool) -> NoReturn:
-    """Report an internal error of semdiag; with the traceback if ``--debug`` was given."""
     if debug:
         traceback.print_exception(error)
     *_, last = traceback.extract_tb(error.__traceback__)

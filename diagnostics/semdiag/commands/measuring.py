@@ -62,7 +62,6 @@ def read_config(path: Path | None) -> dict[str, Any] | None:
 
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:
-    """Return the checkpoints to measure, with the reference last."""
     from semdiag.capturing.loading import find_checkpoints
     from semdiag_models import InputError
 
@@ -235,7 +234,6 @@ class Asked:
 
 
 def _measure_and_show(plan: Any, shared: Asked) -> None:
-    """Measure the models with a plan, and show the answer."""
     from semdiag.measuring.findings.estimates import check_supposed_k
 
     conditions = shared.conditions(plans=() if plan is None else (plan,))
@@ -287,7 +285,6 @@ _PICTURED = ("report", "k-sweep", "compare")  # others draw figures only when as
 
 
 def _is_taken(name: str, question: Question) -> bool:
-    """Return whether a question takes a shared option."""
     if name == "models" and question.ask is None:
         return True
     if name in _OF_TEXTS and "inputs" in question.leave_out:

@@ -261,7 +261,6 @@ def render_page(
 
 
 def _about(content: dict[str, Any]) -> str:
-    """Return one line on what was measured, on which inputs, when and with which version."""
     rows = content["results"]
     model = str(rows[0]["model"]) if len(rows) == 1 else f"{len(rows)} models"
     counts = sorted({int(row["samples"]) for row in rows})

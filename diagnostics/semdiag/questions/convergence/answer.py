@@ -83,7 +83,6 @@ def speed_ups(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -> dict[str, float]:
-    """Return the range of a speed-up if every arrival may be off by one epoch."""
     later, earlier = (None if pd.isna(full) else int(full) + by for by in (1, -1))
     slower, faster = (None if pd.isna(other) else int(other) + by for by in (1, -1))
     low, _, _ = speed_up(earlier, full_epochs, slower, other_epochs)

@@ -323,7 +323,6 @@ def dispersion_in_short(findings: Findings) -> list[str]:
 
 
 def _headline(findings: Findings) -> list[str]:
-    """Return a sentence on all pairs, and how much the mask alone did before training."""
     pairs = [pair for pair in findings(pair_comparisons) if pair.snapshot == "last" and not pair.gate.unknown]
     ratios = [pair.ratio.estimate for pair in pairs]
     if not ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
@@ -343,7 +342,6 @@ def _headline(findings: Findings) -> list[str]:
 
 
 def _recall_sentences(findings: Findings) -> list[str]:
-    """Return sentences on how many of the largest scores hashes and clusters find."""
     measurements, sentences = findings.measurements, []
     keys = measurements.queries.groupby("model")["keys"].max()
     for row in measurements.models.to_dict("records"):

@@ -314,7 +314,6 @@ _HELD = {True: "within", False: "not within", None: "inconclusive against"}
 
 
 def _budget_lines(findings: Findings, model: str) -> Iterator[str]:
-    """Yield the changes by each budget of a model, and on which samples; nothing without budgets."""
     content, again = findings(budget_content, model), rows_of(findings(change_table), model)
     rows = {row["mask"]: row for row in records(again)}
     sentences, first, last = [], 0, 0

@@ -192,7 +192,6 @@ def answer(findings: Findings) -> Answer:
 
 
 def _result(findings: Findings, model: str) -> Summary:
-    """Return the estimates of one model, by group, radius and block."""
     measured, curves = findings.measurements.of(model), findings(secant_percentiles)
     secants = measured.loss_secants
     groups = [
@@ -216,7 +215,6 @@ def _result(findings: Findings, model: str) -> Summary:
 
 
 def _tables(findings: Findings) -> dict[str, pd.DataFrame]:
-    """Return secants by radius, gradients, Jacobians, and one model's secants over another's."""
     tables = {"lipschitz_secants": with_facts(findings, findings(secant_percentiles))}
     for name in ("loss_gradients", "jacobians"):
         tables[name] = with_facts(findings, getattr(findings.measurements, name))
@@ -254,7 +252,6 @@ _COLUMNS = (
 
 
 def _ratio_cells(ratios: list[Summary]) -> NumberTable:
-    """Return a row a radius, a column a percentile."""
     rows: dict[float, Summary] = {}
     for one in sorted(ratios, key=lambda one: one["radius"]):
         rows.setdefault(one["radius"], {"radius": number(one["radius"])})[f"p{one['percentile']}"] = one

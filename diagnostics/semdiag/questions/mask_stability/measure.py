@@ -49,7 +49,6 @@ class _MaskSums:
         self._swings: dict[int, Tensor] = {}  # by layer: (3, levels, heads) count, Σ, Σ²
 
     def add(self, layer: int, changes: RowChanges) -> None:
-        """Add one attention call."""
         row = {name: getattr(changes, name) for name in ("counted", "separation", "response", "kept")}
         counts = {
             "agreement": changes.common, "changed": changes.changed, "certified": changes.certified,
@@ -197,7 +196,6 @@ class _Probe:
                 copies[draw, at].add_(drawn, alpha=level)
 
     def add(self, call: AttentionCall) -> None:
-        """Reduce one attention call to sums over the draws."""
         if self.selection is None:
             return
         draws, levels = self.plan.draws, len(self.plan.levels)

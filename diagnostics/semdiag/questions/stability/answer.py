@@ -98,7 +98,6 @@ def stability_findings(findings: Findings) -> list[Finding]:
 
 
 def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: str) -> Finding:
-    """Judge one form of ξ on the measured pairs of rows."""
     log_bound, fixed = rows[bound].to_numpy(), _fixed(rows, bound)
     not_met, violated = _not_met(rows, bound), exceeding(rows, bound, distance)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -152,7 +151,6 @@ def _note(rows: pd.DataFrame, not_met: int) -> str:
 
 
 def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
-    """Judge ξ_loc ≤ ξ*(δ, k), query by query."""
     queries = queries[queries["kept"] > 0]  # without a key there is no softmax
     usable = queries[np.isfinite(queries["dispersion"])]
     delta, kept = (torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "kept"))
@@ -239,7 +237,6 @@ def answer(findings: Findings) -> Answer:
 
 
 def _result(measured: Measurements, attention: str) -> Summary:
-    """Return the percentiles of one model by layer and head, and pooled."""
     secants, layers = with_bounds(measured.secants, attention), []
     for layer, head in sorted({*zip(measured.queries["layer"], measured.queries["head"], strict=True)}):
         parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (measured.queries, secants))
@@ -250,12 +247,10 @@ def _result(measured: Measurements, attention: str) -> Summary:
 
 
 def _medians(gains: pd.DataFrame) -> Summary:
-    """Return the median gains over samples; nothing if none was measured."""
     return {} if gains.empty else {name: float(gains[name].median()) for name in _GAINS}
 
 
 def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
-    """Return percentiles over the queries; bounds as natural logarithms."""
     described: Summary = {"local": without(percentiles(local_stability(queries)), "not_positive")}
     if secants.empty:
         return described
@@ -371,7 +366,6 @@ _WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_pa
 
 
 def _shown(name: str, result: Summary) -> Iterator[str | NumberTable]:
-    """Yield a table of one model for each noise level."""
     rows = [*result["layers"], {"layer": "all", "head": "", **result["all"]}]
     levels = [level["noise"] for level in result["all"].get("response", [])]
     for place, level in enumerate(levels or [None]):
