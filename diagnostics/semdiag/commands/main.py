@@ -135,10 +135,7 @@ _PLACEHOLDERS = {"<int": "N", "<float": "X", "<path": "PATH", "<str": "TEXT", "<
 
 
 class RepeatedOptions(TyperCommand):
-    """A command with a short and a whole help, and options that are lists where their placeholder has a comma.
-
-    ``--k 8 --k 32`` is ``--k 8,32``; ``--help`` leaves out what few people change, ``--help-all`` does not.
-    """
+    """A command with short and whole help; ``--k 8 --k 32`` is ``--k 8,32`` where the placeholder has commas."""
 
     whole = False  # whether the help shows every option
 

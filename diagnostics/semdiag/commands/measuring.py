@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
-    from semdiag_models.workers import Workers
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -330,8 +329,9 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
     if jobs is None and not ray:
         return None  # without importing the rest
 
-    from semdiag.measuring.survey import one_thread, run_in_parallel, survey
+    from semdiag.measuring.survey import one_thread, run_in_parallel, run_order, survey
     from semdiag_models.training import find_device
+    from semdiag_models.workers import LocalWorkers, RayWorkers
 
     def run(
         loaded: "list[LoadedModel]",
@@ -354,16 +354,12 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
             orders = [(path, (path, decided)) for path in paths]
-            size = max(model.size for model in loaded)
-            return run_in_parallel(orders, _workers(jobs, ray, len(orders), size), ended)
+            tasks, size = len(orders), max(model.size for model in loaded)
+            crew = (
+                RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)
+            )
+            return run_in_parallel(orders, crew, ended)
 
         return survey(loaded, conditions, elsewhere=apart)
 
     return run
-
-
-def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
-    from semdiag.measuring.survey import run_order
-    from semdiag_models.workers import LocalWorkers, RayWorkers
-
-    return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)

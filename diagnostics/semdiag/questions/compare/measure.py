@@ -339,11 +339,7 @@ def compare(
     after_batch: Callable[[int], None] = lambda samples: None,
     remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> dict[str, pd.DataFrame]:
-    """Run two models on the same batches, and compare their attention, call by call, and their outputs.
-
-    The queries, keys and values of the base are kept for one batch; scores are computed for some queries at a
-    time. Where a forward draws random numbers, both draw the same.
-    """
+    """Run two models on the same batches, and compare their attention, call by call, and their outputs."""
     pair = CallPairs(base.path, other.path, top)
     with running(base, pair.keep, device, dtypes[0]) as one, running(other, pair.match, device, dtypes[1]) as two:
         outputs, first = _Outputs(one.module), 0

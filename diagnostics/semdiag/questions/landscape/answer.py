@@ -113,8 +113,6 @@ _COLUMNS = (
     Column("lowest_loss", "lowest"), Column("highest_loss", "highest"),
     Column("checkpoint_accuracy", "accuracy here"), Column("working_distance", "≥ 95% up to (‖θ‖)"),
 )  # fmt: skip
-
-
 _LOGARITHMIC = 30.0  # largest over smallest value, from which on colours are logarithmic
 _LEVELS = 8
 _QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "viridis")}

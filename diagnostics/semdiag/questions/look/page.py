@@ -43,8 +43,6 @@ _MARKS = str.maketrans({"\n": "↵", "\t": "⇥"})
 # Characters that could end a script or be read as markup are escaped, and so is everything that is not ASCII.
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
 _NUMBERS = ("dispersion", "entropy", "first_weight")
-
-
 _LATER = "of later ones, give a text that begins there"
 _CUT = {
     Cut.REQUESTED: f"(--max-length {{}}); --max-length {LONGEST} shows the most that a page holds",

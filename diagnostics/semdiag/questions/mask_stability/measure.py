@@ -135,11 +135,7 @@ def mask_stability(
     after_batch: Callable[[int], None] = lambda samples: None,
     note: Callable[[str, str, str], None] = lambda name, why, where: None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Compare the mask of every query with the masks of noisy copies of the same input.
-
-    In float32 the certificate leaves room for the rounding of the scores, so that a certified row that changes its
-    mask is an error.
-    """
+    """Compare the mask of every query with the masks of noisy copies of the same input."""
     plan = plan_of(NoisePlan, plan)
     loaded = unnamed(model)
     copies = 1 + len(plan.levels) * plan.draws

@@ -254,10 +254,7 @@ class Choices:
 def own_rows(
     text: str, causal: bool, tokens: Tokens, chosen: Selected, group: Selected | None, into: NumberFormat
 ) -> tuple[OwnRows, Choices] | None:
-    """Return what a selection chose for all real tokens together, and token by token; None if it is not by token.
-
-    ``text`` has the names of the module and its class, in lower case.
-    """
+    """Return what a selection chose for all real tokens, together and token by token; None if not by token."""
     kind = kind_of(text, tuple(chosen.scores.shape), tokens)
     if not kind:
         return None

@@ -67,7 +67,6 @@ UNKNOWN = "ξ bounds the measured secants"  # of a kind of attention without a �
 _LOG_HALF = math.log(0.5)
 _SLACK = 1e-9  # relative, of quantities in float64
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}  # relative, of ξ_loc against ξ* from rounded scores
-
 _HALF = 1e-2  # the same for models in half precision
 
 
