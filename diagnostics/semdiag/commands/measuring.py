@@ -354,11 +354,10 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
             orders = [(path, (path, decided)) for path in paths]
-            tasks, size = len(orders), max(model.size for model in loaded)
-            crew = (
-                RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)
-            )
-            return run_in_parallel(orders, crew, ended)
+            if ray:
+                return run_in_parallel(orders, RayWorkers(ray, 0.0, jobs, run_order), ended)
+            local = LocalWorkers(jobs or 1, run_order, len(orders), max(model.size for model in loaded))
+            return run_in_parallel(orders, local, ended)
 
         return survey(loaded, conditions, elsewhere=apart)
 

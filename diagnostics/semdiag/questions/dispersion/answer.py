@@ -271,11 +271,9 @@ def dispersion_glance(findings: Findings) -> Glance:
         ranges = reference_words("dispersion", findings.measurements.models["model"])
         words += f"; in other trained models 90% of the heads have {ranges}"
         return Glance(Outcome.MEASURED, f"{span} nats", words)
-    why = (
-        "only some queries were drawn or kept, but a verdict on pairs needs all of them"
-        if in_part(findings)
-        else ("no pair of a full and a top-k model to compare")
-    )
+    why = "no pair of a full and a top-k model to compare"
+    if in_part(findings):
+        why = "only some queries were drawn or kept, but a verdict on pairs needs all of them"
     return Glance(Outcome.OPEN, f"{span} nats", f"{words}; {why}")
 
 
@@ -365,11 +363,8 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
     if math.isnan(delta["p50"]):
         return f"{label}: its dispersion is not a number."
     attention = findings.measurements.models.set_index("model").loc[model, "attention"]
-    of = (
-        f"{keys['p50']:g} key{'s' * (keys['p50'] != 1)} at the median"
-        if attention in DENSE
-        else "the keys that it keeps"
-    )
+    every = f"{keys['p50']:g} key{'s' * (keys['p50'] != 1)} at the median"
+    of = every if attention in DENSE else "the keys that it keeps"
     return (
         f"{label}: the scores of a query span {delta['p50']:.3g} nats at the median and "
         f"{delta['p95']:.3g} at the 95th percentile, over {of}."

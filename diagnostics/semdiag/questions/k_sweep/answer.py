@@ -249,7 +249,10 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
                 f"Intervals are over {units_of(row)}, of {counted(row['chunk'], 'token')} or more: they are about "
                 "more text of the same samples, not about others."
             )
-        yield from _unseen_lines(unit, records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]))
+        unseen: dict[str, list[str]] = {}  # masks that changed no sample, by how many inputs they may change
+        for row in records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]):
+            unseen.setdefault(unit.without_interval(row), []).append(_name(row, True))
+        yield from (f"With {', '.join(names)}: {words}." for words, names in unseen.items())
     if len(findings.measurements.budgets):
         yield from _budget_lines(findings, model)
     if verdict.queries:
@@ -284,14 +287,6 @@ def length_lines(findings: Findings, model: str) -> Iterator[str]:
 def needed_words(row: Row) -> str:
     """Return the k that a length needs, and its share of the keys."""
     return f"above {row['largest']}" if pd.isna(row["k"]) else f"{row['k']} ({whole_percent(row['kept'])})"
-
-
-def _unseen_lines(unit: Unit, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Say of masks that changed no sample how many inputs they may change."""
-    masks: dict[str, list[str]] = {}
-    for row in rows:
-        masks.setdefault(unit.without_interval(row), []).append(_name(row, True))
-    yield from (f"With {', '.join(names)}: {words}." for words, names in masks.items())
 
 
 def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator[str]:

@@ -285,11 +285,8 @@ def lipschitz_percentiles(findings: Findings) -> Figure:
             ax.set_ylabel("secant of the loss\n(nats per unit of θ)")
     planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
     samples, seed = (findings.measurements.provenance.get(name, 0) for name in ("lipschitz_samples", "seed"))
-    bands = (
-        f"bands: 95%, whole planes resampled {RESAMPLES} times"
-        if table["low"].notna().any()
-        else "no bands: too few"
-    )
+    some = f"bands: 95%, whole planes resampled {RESAMPLES} times"
+    bands = some if table["low"].notna().any() else "no bands: too few"
     return finished(
         figure,
         f"{counted(planes, 'random plane')} (seed {seed}), each tensor's direction as long as the tensor; per "

@@ -118,8 +118,11 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
     }
     if form == "paper":
         numbers["below the sound form"] = int((rows["ln_paper"] < rows["ln_sound"] - 1e-12).sum())
-    claim = SECANTS if distance == "score_change" else ROWS
-    return Finding(model, claim, form, "all", of_rows(**counts), numbers, _note(rows, counts["not_met"]))
+    claim, note = SECANTS if distance == "score_change" else ROWS, ""
+    if unmet := counts["not_met"]:
+        ties = counted(int((rows["separation"] == 0).sum()), "tie")
+        note = f"no ξ_h for {counted(unmet, 'row')}: Δ ≤ 0 ({ties} within rounding), or not finite"
+    return Finding(model, claim, form, "all", of_rows(**counts), numbers, note)
 
 
 def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") -> NDArray[np.bool_]:
@@ -140,13 +143,6 @@ def _fixed(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
     """Return for which pairs a form takes the set as fixed: that of a pair does wherever the sets are equal."""
     fixed: NDArray[np.bool_] = rows["fixed_set"].to_numpy(bool)
     return fixed | rows["same_set"].to_numpy(bool) if bound in ("ln_pair", "ln_row") else fixed
-
-
-def _note(rows: pd.DataFrame, not_met: int) -> str:
-    if not not_met:
-        return ""
-    tied = int((rows["separation"] == 0).sum())
-    return f"no ξ_h for {counted(not_met, 'row')}: Δ ≤ 0 ({counted(tied, 'tie')} within rounding), or not finite"
 
 
 def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
