@@ -210,8 +210,6 @@ def info(
         "provenance": loaded.provenance,
     }
     if as_json:
-        import json
-
         from semdiag.measuring.findings.findings import MODEL_FACTS, json_ready, schema
 
         chosen = {} if loaded.external else loaded.encoder.config.to_dict()

@@ -135,10 +135,7 @@ _PLACEHOLDERS = {"<int": "N", "<float": "X", "<path": "PATH", "<str": "TEXT", "<
 
 
 class RepeatedOptions(TyperCommand):
-    """A command with a short and a whole help, and options that are lists where their placeholder has a comma.
-
-    ``--k 8 --k 32`` is ``--k 8,32``; ``--help`` leaves out what few people change, ``--help-all`` does not.
-    """
+    """A command with short and whole help; ``--k 8 --k 32`` is ``--k 8,32`` where the placeholder has commas."""
 
     whole = False  # whether the help shows every option
 
@@ -307,7 +304,6 @@ def main() -> None:
 
 
 def _explain(error: _UsageError) -> NoReturn:
-    """Print what is wrong with the command line, and where its help is."""
     if not error.format_message():  # no command was given, and the help has been printed
         sys.exit(0)
     where = "semdiag" if error.ctx is None else error.ctx.command_path
@@ -315,7 +311,6 @@ def _explain(error: _UsageError) -> NoReturn:
 
 
 def _leave_unread() -> NoReturn:
-    """Discard the output that is still to be written: the reader has closed the pipe."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.close()
@@ -323,7 +318,6 @@ def _leave_unread() -> NoReturn:
 
 
 def _give_up(error: Exception, debug: bool) -> NoReturn:
-    """Report an internal error of semdiag; with the traceback if ``--debug`` was given."""
     if debug:
         traceback.print_exception(error)
     *_, last = traceback.extract_tb(error.__traceback__)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
-    from semdiag_models.workers import Workers
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -62,7 +61,6 @@ def read_config(path: Path | None) -> dict[str, Any] | None:
 
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:
-    """Return the checkpoints to measure, with the reference last."""
     from semdiag.capturing.loading import find_checkpoints
     from semdiag_models import InputError
 
@@ -235,7 +233,6 @@ class Asked:
 
 
 def _measure_and_show(plan: Any, shared: Asked) -> None:
-    """Measure the models with a plan, and show the answer."""
     from semdiag.measuring.findings.estimates import check_supposed_k
 
     conditions = shared.conditions(plans=() if plan is None else (plan,))
@@ -287,7 +284,6 @@ _PICTURED = ("report", "k-sweep", "compare")  # others draw figures only when as
 
 
 def _is_taken(name: str, question: Question) -> bool:
-    """Return whether a question takes a shared option."""
     if name == "models" and question.ask is None:
         return True
     if name in _OF_TEXTS and "inputs" in question.leave_out:
@@ -333,8 +329,9 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
     if jobs is None and not ray:
         return None  # without importing the rest
 
-    from semdiag.measuring.survey import one_thread, run_in_parallel, survey
+    from semdiag.measuring.survey import one_thread, run_in_parallel, run_order, survey
     from semdiag_models.training import find_device
+    from semdiag_models.workers import LocalWorkers, RayWorkers
 
     def run(
         loaded: "list[LoadedModel]",
@@ -357,16 +354,11 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
             orders = [(path, (path, decided)) for path in paths]
-            size = max(model.size for model in loaded)
-            return run_in_parallel(orders, _workers(jobs, ray, len(orders), size), ended)
+            if ray:
+                return run_in_parallel(orders, RayWorkers(ray, 0.0, jobs, run_order), ended)
+            local = LocalWorkers(jobs or 1, run_order, len(orders), max(model.size for model in loaded))
+            return run_in_parallel(orders, local, ended)
 
         return survey(loaded, conditions, elsewhere=apart)
 
     return run
-
-
-def _workers(jobs: int | None, ray: str, tasks: int, size: int) -> "Workers":
-    from semdiag.measuring.survey import run_order
-    from semdiag_models.workers import LocalWorkers, RayWorkers
-
-    return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order, tasks, size)

@@ -41,21 +41,18 @@ def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_js
         0 if row.status in ("done", "failed") else run.training.epochs - row.epochs
         for run, row in zip(runs, found, strict=True)
     ]
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    alike: dict[tuple[str, str], list[int]] = {}
     for run, epochs in zip(runs, left, strict=True):
-        task, attention = run.training.task_label, run.model.attention_label
-        empty = {"task": task, "attention": attention, "runs": 0, "left": 0, "epochs_left": 0}
-        row = rows.setdefault((task, attention), empty)
-        row["runs"], row["left"], row["epochs_left"] = (
-            row["runs"] + 1,
-            row["left"] + (epochs > 0),
-            row["epochs_left"] + epochs,
-        )
+        alike.setdefault((run.training.task_label, run.model.attention_label), []).append(epochs)
+    rows = [
+        {"task": task, "attention": kind, "runs": len(of), "left": sum(map(bool, of)), "epochs_left": sum(of)}
+        for (task, kind), of in alike.items()
+    ]
     if not quiet:
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
         unfinished = sum(epochs > 0 for epochs in left)
         say(f"{counted(len(runs), 'run')}, {unfinished} left, {bound}{counted(sum(left), 'epoch')}.")
-        wide_console().print(NumberTable(_PLAN, list(rows.values()), "Runs"))
+        wide_console().print(NumberTable(_PLAN, rows, "Runs"))
     if as_json:
         results = [
             {

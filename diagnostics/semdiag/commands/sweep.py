@@ -109,7 +109,6 @@ def sweep(
 def _workers(
     ray: str, gpus_per_run: float, jobs: int | None, groups: "Sequence[Sequence[SweepRun]]", device: str
 ) -> "Workers":
-    """Return the processes that train groups of runs."""
     from semdiag_models.sweep import train_order
 
     if ray:
@@ -126,8 +125,6 @@ def _workers(
 
 @dataclass(frozen=True)
 class _Ways:
-    """How the runs are trained."""
-
     device: str
     target: float
     retries: int

@@ -3,6 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -146,9 +147,6 @@ def text_task(
     quiet: bool,
 ) -> "Text":
     """Read the text and learn its pieces, which takes about a second per megabyte."""
-    from contextlib import nullcontext
-
-    from semdiag.presenting.terminal import Minutes, terminal
     from semdiag_models import InputError, Text, open_text
 
     if file is None:
@@ -234,7 +232,6 @@ def train(
     """
     import torch
 
-    from semdiag.presenting.options import length_range, listed_names, listed_numbers
     from semdiag_models import InputError, Text, configure, find_task, open_run, open_seed_runs, run_name
     from semdiag_models.training import find_device
 
@@ -244,7 +241,7 @@ def train(
         raise InputError("--seeds names every seed: leave out --seed.")
     if tokenizer is not None:
         raise InputError("--tokenizer of semdiag train is now --pieces: unigram or bpe.")
-    least_length, longest = length_range(chosen["length"])
+    least_length, longest = options.length_range(chosen["length"])
     classification: Classification
     if task == Text.name:
         classification = text_task(text, holdout_text, pieces, vocabulary, longest, quiet)
@@ -252,8 +249,9 @@ def train(
         classification = find_task(task)
     else:
         raise InputError("--text and its options apply only to the task text: semdiag train text --text FILE.")
-    chosen |= {"length": longest, "least_length": least_length, "frozen": listed_names(chosen["frozen"] or "")}
-    chosen["snapshots"] = listed_numbers(chosen["snapshots"] or "", "--snapshots takes epochs", "1,5,20")
+    frozen = options.listed_names(chosen["frozen"] or "")
+    chosen |= {"length": longest, "least_length": least_length, "frozen": frozen}
+    chosen["snapshots"] = options.listed_numbers(chosen["snapshots"] or "", "--snapshots takes epochs", "1,5,20")
     model, training = configure(classification, chosen)
     where = find_device(device)
     if threads is not None:
@@ -264,7 +262,7 @@ def train(
     choices = {"resume": resume, "overwrite": overwrite}
     if seeds:
         parent = out if out is not None else Path("checkpoints")
-        numbers = listed_numbers(seeds, "--seeds takes whole numbers", "1,5,20")
+        numbers = options.listed_numbers(seeds, "--seeds takes whole numbers", "1,5,20")
         _train(open_seed_runs(parent, model, training, numbers, where, **choices), True, provenance, quiet)
         return
     folder = out if out is not None else Path("checkpoints") / run_name(model, training)

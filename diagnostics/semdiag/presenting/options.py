@@ -61,7 +61,6 @@ def shared(default: Any) -> Any:
 
 place_option, output_option = (partial(option, panel=panel) for panel in (WHERE, OUTPUT))
 
-
 Config = Annotated[
     Path | None,
     option(

@@ -95,8 +95,6 @@ class NumberTable:
         self._droppable = in_turn[: max(0, len(shown) - self.names - 1)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield what rich needs to print the table."""
-
         def excess(table: Table) -> int:
             return console.measure(table, options=options.update(max_width=_ENDLESS)).maximum - options.max_width
 
@@ -149,7 +147,6 @@ class NumberTable:
 
 
 def _broken(name: str, width: int) -> str:
-    """Break a name after hyphens and dots into as many lines as it needs."""
     lines = [""]
     for part in _PARTS.split(name):
         if lines[-1] and cell_len(lines[-1] + part) > width:

@@ -200,7 +200,6 @@ def heads_map(findings: Findings) -> Figure:
 
 
 def _finding(known: pd.DataFrame, name: str, k: int | None) -> str:
-    """Return in words between which ends a quantity of heads lies, or in how many it is at least half."""
     values, layers = known[name], known["layer"]
     low, high = (significant(end, 2) for end in (values.min(), values.max()))
     ends = {"low": low, "high": high, "most": layers.iloc[values.argmax()], "least": layers.iloc[values.argmin()]}

@@ -194,7 +194,6 @@ def _asked(
     queries: int | None = None,
     **unknown: Any,
 ) -> Measurements:
-    """Return measurements of a clean pass, with the tables of one probe."""
     loaded = unnamed(model)
     probe = probes().get(type(plan))
     if probe is None:

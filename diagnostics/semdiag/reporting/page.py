@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -175,13 +174,6 @@ def unsaid(sentences: Sequence[str], said: Sequence[str]) -> list[str]:
     return [sentence for sentence in left if sentence and not sentence.endswith(":")]
 
 
-@cache
-def _template() -> Any:
-    """Return the page's template, which is compiled once."""
-    source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
-    return page_environment().from_string(source)
-
-
 def render_page(
     findings: Findings,
     content: dict[str, Any],
@@ -227,41 +219,46 @@ def render_page(
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
         for row, other in zip(rows, others, strict=True)
     }
-    page: str = _template().render(
-        page_style=Markup(page_style()),
-        report=content,
-        parts=sections,
-        pictures=pictures,
-        missing={name for name, picture in pictures.items() if picture.missing},
-        models=", ".join(sorted(named)),
-        title=str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models",
-        about=_about(content),
-        made_with=_settings({name: value for name, value in content["provenance"].items() if name != "command"}),
-        lead=lead,
-        rest=rest,
-        external=all(others),
-        head_map=findings(head_cells) if "heads" in answers else None,
-        look=look,
-        tables={
-            "encoders": ENCODERS,
-            "external": EXTERNAL,
-            "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
-            "layers": LAYERS,
-        },
-        sections={name for name, _ in parts},
-        non_finite=non_finite.to_dict("records"),
-        keep_queries=keep_queries,
-        theory=theory,
-        outliers=[
-            (f"head {head} of layer {layer_name(layer, modules)}", look and f"{look}#{layer}.{head}", words)
-            for layer, head, words in findings(outlying_heads)
-        ],
+    source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    return (
+        page_environment()
+        .from_string(source)
+        .render(
+            page_style=Markup(page_style()),
+            report=content,
+            parts=sections,
+            pictures=pictures,
+            missing={name for name, picture in pictures.items() if picture.missing},
+            models=", ".join(sorted(named)),
+            title=str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models",
+            about=_about(content),
+            made_with=_settings(
+                {name: value for name, value in content["provenance"].items() if name != "command"}
+            ),
+            lead=lead,
+            rest=rest,
+            external=all(others),
+            head_map=findings(head_cells) if "heads" in answers else None,
+            look=look,
+            tables={
+                "encoders": ENCODERS,
+                "external": EXTERNAL,
+                "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
+                "layers": LAYERS,
+            },
+            sections={name for name, _ in parts},
+            non_finite=non_finite.to_dict("records"),
+            keep_queries=keep_queries,
+            theory=theory,
+            outliers=[
+                (f"head {head} of layer {layer_name(layer, modules)}", look and f"{look}#{layer}.{head}", words)
+                for layer, head, words in findings(outlying_heads)
+            ],
+        )
     )
-    return page
 
 
 def _about(content: dict[str, Any]) -> str:
-    """Return one line on what was measured, on which inputs, when and with which version."""
     rows = content["results"]
     model = str(rows[0]["model"]) if len(rows) == 1 else f"{len(rows)} models"
     counts = sorted({int(row["samples"]) for row in rows})

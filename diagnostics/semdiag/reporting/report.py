@@ -16,13 +16,7 @@ from semdiag.capturing.attention_call import external
 from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.estimates import all_by_name, estimate_table, sampling_sentences, within_table
-from semdiag.measuring.findings.findings import (
-    Findings,
-    has_schema,
-    json_ready,
-    schema,
-    unlearned_sentences,
-)
+from semdiag.measuring.findings.findings import Findings, has_schema, json_ready, schema, unlearned_sentences
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
@@ -168,8 +162,6 @@ def _tidy(folder: Path) -> None:
 _PIXELS_PER_INCH = 96  # in CSS
 _ON_SCREEN = ("png", "svg")
 LOOK = "look.html"  # the page of one text, beside the report
-
-
 _NAMED_IN_THE_PAGE = ("dispersion", "separation", "load")
 
 
@@ -183,10 +175,7 @@ def write_report(
     progress: Stages | None = None,
     look: str | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Write the report into a folder, and return its page and its content as plain values.
-
-    An older report there is replaced only when the new one is complete.
-    """
+    """Write the report into a folder, and return its page and its content as plain values."""
     if findings.measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
     names = measured_questions(findings) if sections is None else sections

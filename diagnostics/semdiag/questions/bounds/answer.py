@@ -236,7 +236,6 @@ def bounds_sentences(findings: Findings) -> list[str]:
 
 
 def _model_lines(findings: Findings, model: str) -> list[str]:
-    """Return the verdicts on a model's constants, the nearest form first."""
     judged = [f for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
     judged.sort(key=lambda f: FORMS.index(f.form))
     return [f"{verdict_line(f)}." for f in judged]
@@ -272,7 +271,6 @@ _ANSWERS = {
 
 
 def _shown(findings: Findings, model: str) -> Iterator[str | NumberTable]:
-    """Yield slopes and constants of one model."""
     measured = findings.measurements.of(model)
     yield f"{title(findings, model)}: slopes of the loss, by group"
     names = [column.name for column in _SLOPES[2:]]
@@ -284,7 +282,6 @@ def _shown(findings: Findings, model: str) -> Iterator[str | NumberTable]:
 
 
 def _shown_pair(conditions: list[Finding]) -> Iterator[str | NumberTable]:
-    """Yield the conditions of a pair in a table by percentile, and the other findings as sentences."""
     by_condition: dict[tuple[str, str], list[Finding]] = {}
     for finding in conditions:
         if finding.percentile is not None:
@@ -306,7 +303,6 @@ def _shown_pair(conditions: list[Finding]) -> Iterator[str | NumberTable]:
 
 
 def _constants(constants: pd.DataFrame) -> NumberTable:
-    """Return a row a head, which repeats the constants of its layer."""
     named = constants.assign(name=constants["quantity"] + "-" + constants["form"])
     by_head = named[named["head"] != ALL].pivot(index=["layer", "head"], columns="name", values="ln_value")
     by_layer = named[named["head"] == ALL].pivot(index="layer", columns="name", values="ln_value")

@@ -47,7 +47,10 @@ def parameter_slopes(
     encoder: Encoder, tokens: Tensor, labels: Tensor, seed: int, score_reach: float, still: Collection[str]
 ) -> dict[str, Slope]:
     """Measure the mean cross-entropy's slopes in every parameter tensor; no secants of those that stand still."""
-    _set_gradients(encoder, tokens, labels)
+    encoder.zero_grad(set_to_none=True)
+    for ids, classes in zip(torch.split(tokens, 25), torch.split(labels, 25), strict=True):
+        batch = F.cross_entropy(encoder(ids), classes, reduction="sum") / len(tokens)
+        batch.backward()  # type: ignore[no-untyped-call]
     tensors = named_tensors(encoder)
     rounding = _ROUNDING * (1 + score_reach)
     total = math.sqrt(sum(float(t.gradient.square().sum()) for t in tensors if t.gradient is not None))
@@ -82,14 +85,6 @@ def parameter_slopes(
         slopes[tensor.name] = Slope(_log(size, rounding * total), log_secant)
     encoder.zero_grad(set_to_none=True)
     return slopes
-
-
-def _set_gradients(encoder: Encoder, tokens: Tensor, labels: Tensor) -> None:
-    """Set the gradients of the mean loss, batch by batch."""
-    encoder.zero_grad(set_to_none=True)
-    for ids, classes in zip(torch.split(tokens, 25), torch.split(labels, 25), strict=True):
-        batch = F.cross_entropy(encoder(ids), classes, reduction="sum") / len(tokens)
-        batch.backward()  # type: ignore[no-untyped-call]
 
 
 def _largest_secant(

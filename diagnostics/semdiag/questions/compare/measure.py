@@ -78,7 +78,10 @@ class _Outputs:
             self.reason, self.rows = str(error).removesuffix("."), []
             return
         for at in range(len(one.values)):
-            self.rows.append({"sample": first + at, **_changes(_sample(one, at), _sample(two, at))})
+            old, new = _sample(one, at), _sample(two, at)
+            sums = {name: x.sum().item() for name, x in position_terms(old, new).items() if name in _SUMS}
+            sums["loss_base"] = position_terms(old, old)["loss"].sum().item()
+            self.rows.append({"sample": first + at, **sums, "output_change": output_change(old, new).item()})
 
 
 def _sample(answers: Answers, at: int) -> Answers:
@@ -90,12 +93,6 @@ def _sample(answers: Answers, at: int) -> Answers:
         targets=None if answers.targets is None else answers.targets[part],
         counted=answers.counted[part],
     )
-
-
-def _changes(before: Answers, after: Answers) -> dict[str, Any]:
-    sums = {name: x.sum().item() for name, x in position_terms(before, after).items() if name in _SUMS}
-    loss = position_terms(before, before)["loss"].sum().item()
-    return sums | {"loss_base": loss, "output_change": output_change(before, after).item()}
 
 
 def own_copy(call: AttentionCall) -> AttentionCall:
@@ -324,14 +321,11 @@ class CallPairs:
         return COMPARED.of_parts([rows.assign(**names)])
 
 
-TOP = ComparePlan.top
-
-
 def compare(
     base: LoadedModel,
     other: LoadedModel,
     batches: Sequence[Batch],
-    top: int = TOP,
+    top: int = ComparePlan.top,
     *,
     labels: Tensor | None = None,
     device: torch.device | str | None = None,
@@ -339,11 +333,7 @@ def compare(
     after_batch: Callable[[int], None] = lambda samples: None,
     remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> dict[str, pd.DataFrame]:
-    """Run two models on the same batches, and compare their attention, call by call, and their outputs.
-
-    The queries, keys and values of the base are kept for one batch; scores are computed for some queries at a
-    time. Where a forward draws random numbers, both draw the same.
-    """
+    """Run two models on the same batches, and compare their attention, call by call, and their outputs."""
     pair = CallPairs(base.path, other.path, top)
     with running(base, pair.keep, device, dtypes[0]) as one, running(other, pair.match, device, dtypes[1]) as two:
         outputs, first = _Outputs(one.module), 0
@@ -407,7 +397,7 @@ def compare_survey(
     announce: Callable[[str, int], None] = lambda model, samples: None,
     after_batch: Callable[[int], None] = lambda samples: None,
     *,
-    top: int = TOP,
+    top: int = ComparePlan.top,
     dtype: str | None = None,
 ) -> Measurements:
     """Measure a base and a model on the base's inputs, and compare them."""

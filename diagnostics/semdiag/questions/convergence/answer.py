@@ -83,7 +83,6 @@ def speed_ups(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -> dict[str, float]:
-    """Return the range of a speed-up if every arrival may be off by one epoch."""
     later, earlier = (None if pd.isna(full) else int(full) + by for by in (1, -1))
     slower, faster = (None if pd.isna(other) else int(other) + by for by in (1, -1))
     low, _, _ = speed_up(earlier, full_epochs, slower, other_epochs)
@@ -170,21 +169,6 @@ _ARRIVAL = (
     "target", "arrival", "epochs", "planned", "state", "train_accuracy", "holdout_accuracy",
     "best_holdout_accuracy", "best_epoch", "gap",
 )  # fmt: skip
-
-
-def target_words(findings: Findings) -> str:
-    """Return the accuracy that counts as learned, in short: ``95%``, or ``the target`` if tasks differ."""
-    if findings.measurements.provenance.get("targets"):
-        return "the target"
-    return percent(findings.measurements.provenance.get("target", TARGET), "g")
-
-
-def targets_sentence(findings: Findings) -> str:
-    """Return all targets: ``The target is 95% training accuracy, for listops 36%``."""
-    general = percent(findings.measurements.provenance.get("target", TARGET), "g")
-    others = findings.measurements.provenance.get("targets", {})
-    single = "".join(f", for {task} {percent(value, 'g')}" for task, value in others.items())
-    return f"The target is {general} training accuracy{single}."
 
 
 def arrival_words(run: Mapping[Any, Any]) -> str:
@@ -297,8 +281,12 @@ def answer(findings: Findings) -> Answer:
     provenance, found = findings.measurements.provenance, findings(arrivals)
     pairs, seeds = findings(speed_dispersion_table), findings(run_statistics)
     speeds = found.merge(pairs[["model", "low", "high", "ratio"]], how="left", on="model")
-    shown: list[str | NumberTable] = [NumberTable(_RUNS, records(speeds), unit=target_words(findings))]
-    shown += [targets_sentence(findings)] if provenance.get("targets") else []
+    target, targets = percent(provenance.get("target", TARGET), "g"), provenance.get("targets", {})
+    shown: list[str | NumberTable] = [
+        NumberTable(_RUNS, records(speeds), unit="the target" if targets else target)
+    ]
+    single = "".join(f", for {task} {percent(value, 'g')}" for task, value in targets.items())
+    shown += [f"The target is {target} training accuracy{single}."] if targets else []
     shown += [NumberTable(_SEEDS, records(seeds))] if len(pairs) and seeds["seeds"].max() > 1 else []
     headline = convergence_in_short(findings)
     return Answer(
@@ -313,7 +301,7 @@ def answer(findings: Findings) -> Answer:
         results={run["model"]: {name: run[name] for name in _ARRIVAL} for run in records(found)},
         more={
             "target": provenance.get("target"),
-            "targets": provenance.get("targets", {}),
+            "targets": targets,
             "runs": records(found.drop(columns="setting")),
             "speed_ups": records(pairs),
             "over_seeds": records(seeds),

@@ -271,11 +271,9 @@ def dispersion_glance(findings: Findings) -> Glance:
         ranges = reference_words("dispersion", findings.measurements.models["model"])
         words += f"; in other trained models 90% of the heads have {ranges}"
         return Glance(Outcome.MEASURED, f"{span} nats", words)
-    why = (
-        "only some queries were drawn or kept, but a verdict on pairs needs all of them"
-        if in_part(findings)
-        else ("no pair of a full and a top-k model to compare")
-    )
+    why = "no pair of a full and a top-k model to compare"
+    if in_part(findings):
+        why = "only some queries were drawn or kept, but a verdict on pairs needs all of them"
     return Glance(Outcome.OPEN, f"{span} nats", f"{words}; {why}")
 
 
@@ -323,7 +321,6 @@ def dispersion_in_short(findings: Findings) -> list[str]:
 
 
 def _headline(findings: Findings) -> list[str]:
-    """Return a sentence on all pairs, and how much the mask alone did before training."""
     pairs = [pair for pair in findings(pair_comparisons) if pair.snapshot == "last" and not pair.gate.unknown]
     ratios = [pair.ratio.estimate for pair in pairs]
     if not ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
@@ -343,7 +340,6 @@ def _headline(findings: Findings) -> list[str]:
 
 
 def _recall_sentences(findings: Findings) -> list[str]:
-    """Return sentences on how many of the largest scores hashes and clusters find."""
     measurements, sentences = findings.measurements, []
     keys = measurements.queries.groupby("model")["keys"].max()
     for row in measurements.models.to_dict("records"):
@@ -367,11 +363,8 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
     if math.isnan(delta["p50"]):
         return f"{label}: its dispersion is not a number."
     attention = findings.measurements.models.set_index("model").loc[model, "attention"]
-    of = (
-        f"{keys['p50']:g} key{'s' * (keys['p50'] != 1)} at the median"
-        if attention in DENSE
-        else "the keys that it keeps"
-    )
+    every = f"{keys['p50']:g} key{'s' * (keys['p50'] != 1)} at the median"
+    of = every if attention in DENSE else "the keys that it keeps"
     return (
         f"{label}: the scores of a query span {delta['p50']:.3g} nats at the median and "
         f"{delta['p95']:.3g} at the 95th percentile, over {of}."

@@ -43,7 +43,6 @@ def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mappi
 
 
 def _initialisation_of(subject: Subject) -> Path | None:
-    """Return the file if the model is the last snapshot of a run that has one."""
     if subject.model.external or subject.model.snapshot != "last":
         return None
     path = Path(subject.model.path)

@@ -13,11 +13,7 @@ LARGEST_K = 48
 
 @dataclass(frozen=True)
 class KSweepPlan:
-    """Which k are measured, and with which masks the model is run.
-
-    Raises:
-        InputError: if a value is illegal.
-    """
+    """Which k are measured, and with which masks the model is run."""
 
     max_k: int | None = chosen(
         None, "Measure every k up to this one. Default: up to 48, or one less than the length of shorter inputs; "

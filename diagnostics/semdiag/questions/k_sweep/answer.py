@@ -249,7 +249,10 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
                 f"Intervals are over {units_of(row)}, of {counted(row['chunk'], 'token')} or more: they are about "
                 "more text of the same samples, not about others."
             )
-        yield from _unseen_lines(unit, records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]))
+        unseen: dict[str, list[str]] = {}  # masks that changed no sample, by how many inputs they may change
+        for row in records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]):
+            unseen.setdefault(unit.without_interval(row), []).append(_name(row, True))
+        yield from (f"With {', '.join(names)}: {words}." for words, names in unseen.items())
     if len(findings.measurements.budgets):
         yield from _budget_lines(findings, model)
     if verdict.queries:
@@ -286,14 +289,6 @@ def needed_words(row: Row) -> str:
     return f"above {row['largest']}" if pd.isna(row["k"]) else f"{row['k']} ({whole_percent(row['kept'])})"
 
 
-def _unseen_lines(unit: Unit, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Say of masks that changed no sample how many inputs they may change."""
-    masks: dict[str, list[str]] = {}
-    for row in rows:
-        masks.setdefault(unit.without_interval(row), []).append(_name(row, True))
-    yield from (f"With {', '.join(names)}: {words}." for words, names in masks.items())
-
-
 def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator[str]:
     met, what = conditions_met(findings, model), "The paper's conditions of Corollary 1"
     if not met:
@@ -314,7 +309,6 @@ _HELD = {True: "within", False: "not within", None: "inconclusive against"}
 
 
 def _budget_lines(findings: Findings, model: str) -> Iterator[str]:
-    """Yield the changes by each budget of a model, and on which samples; nothing without budgets."""
     content, again = findings(budget_content, model), rows_of(findings(change_table), model)
     rows = {row["mask"]: row for row in records(again)}
     sentences, first, last = [], 0, 0

@@ -125,7 +125,6 @@ def _length_finding(rows: pd.DataFrame) -> str:
 
 
 def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, along: str) -> None:
-    """Draw a line for each kind, with its name at its end, above the smallest cost that matters."""
     measure = str(rows["measure"].iloc[0])
     unit, tolerance = unit_of(findings, str(rows["model"].iloc[0])), tolerance_of(findings, measure)
     limit = _scaled(unit, np.array([tolerance]))[0]

@@ -265,8 +265,10 @@ def rerun(
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients."""
     samples = sum(map(batching.samples_of, batches))
-    if labels is not None:
-        _check_labels(labels, samples)
+    plain = isinstance(labels, Tensor)
+    if labels is not None and not (plain and labels.ndim and len(labels) == samples):
+        got = f"shape {tuple(labels.shape)} for {counted(samples, 'sample')}" if plain else type(labels).__name__
+        raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
     numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
     order = _RerunOrder(
         loaded, batches, labels, numbered, optional, device, dtype, chunk=CHUNK * (samples < FEWEST)
@@ -307,13 +309,6 @@ def _divided(order: _RerunOrder, jobs: int) -> _Passes:
         first.padded |= other.padded
     torch.set_rng_state(first.state)
     return first
-
-
-def _check_labels(labels: Any, samples: int) -> None:
-    if not isinstance(labels, Tensor) or not labels.ndim or len(labels) != samples:
-        plain = isinstance(labels, Tensor)
-        got = f"shape {tuple(labels.shape)} for {counted(samples, 'sample')}" if plain else type(labels).__name__
-        raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
 
 
 def output_notes(reader: Reader) -> list[tuple[str, str]]:

@@ -115,7 +115,10 @@ class Rows:
         for k, name, values in quantities(held, self._ks, self._output_ks):
             rows.append(torch.cat([summaries(_by_place(values, sizes), sizes), summaries(values[None])]))
             if self.share < 1:
-                rows[-1][:, _EXACT] = _exact(self._of_places(k, name, layers, heads))
+                totals = self._of_places(k, name, layers, heads)
+                known = totals[:, :1] - totals[:, 1:2]
+                ends = totals[:, 4:].masked_fill(known == 0, math.nan)  # none where nothing is defined
+                rows[-1][:, _EXACT] = torch.cat([totals[:, :3], totals[:, 3:4] / known, ends], 1)
             names.append((k, name))
         numbers = torch.stack(rows, 1).flatten(0, 1).cpu().numpy()  # (places + 1) · quantities
         table = pd.DataFrame(numbers, columns=[*COLUMNS]).astype(dict.fromkeys(_COUNTS, np.int64))
@@ -147,13 +150,6 @@ def _totals(values: Tensor, used: Tensor) -> Tensor:
 
 def _joint(totals: Tensor) -> Tensor:
     return torch.cat([totals[..., :4].sum(0), totals[..., 4:5].amin(0), totals[..., 5:].amax(0)], -1)
-
-
-def _exact(totals: Tensor) -> Tensor:
-    """Return totals as the columns _EXACT: the mean, and no extremes where nothing is defined."""
-    known = totals[:, :1] - totals[:, 1:2]
-    ends = totals[:, 4:].masked_fill(known == 0, math.nan)
-    return torch.cat([totals[:, :3], totals[:, 3:4] / known, ends], 1)
 
 
 def _by_place(values: Tensor, sizes: Tensor) -> Tensor:

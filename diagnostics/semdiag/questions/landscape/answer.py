@@ -100,7 +100,6 @@ def landscape_sentences(findings: Findings) -> list[str]:
 
 
 def _working(distances: Sequence[float]) -> str:
-    """Return how far from the checkpoint the model still works, by plane."""
     if all(math.isnan(distance) for distance in distances):
         return "the checkpoint itself has less than 95% accuracy"
     distances = [distance for distance in distances if not math.isnan(distance)]
@@ -114,8 +113,6 @@ _COLUMNS = (
     Column("lowest_loss", "lowest"), Column("highest_loss", "highest"),
     Column("checkpoint_accuracy", "accuracy here"), Column("working_distance", "≥ 95% up to (‖θ‖)"),
 )  # fmt: skip
-
-
 _LOGARITHMIC = 30.0  # largest over smallest value, from which on colours are logarithmic
 _LEVELS = 8
 _QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "viridis")}
@@ -172,7 +169,6 @@ def _common_scale(values: np.ndarray) -> Normalize:
 
 
 def _draw_cells(ax: Axes, plane: pd.DataFrame, name: str, scale: Normalize, colors: str, words: str) -> Any:
-    """Draw a quantity on the grid of a plane, its contour lines if it is the loss, and the checkpoint."""
     found = _matrices(plane)
     x, y, values = (np.array(found[each]) for each in ("x", "y", name))
     values = np.where(np.isfinite(values), values, np.nan)

@@ -192,7 +192,6 @@ def answer(findings: Findings) -> Answer:
 
 
 def _result(findings: Findings, model: str) -> Summary:
-    """Return the estimates of one model, by group, radius and block."""
     measured, curves = findings.measurements.of(model), findings(secant_percentiles)
     secants = measured.loss_secants
     groups = [
@@ -216,7 +215,6 @@ def _result(findings: Findings, model: str) -> Summary:
 
 
 def _tables(findings: Findings) -> dict[str, pd.DataFrame]:
-    """Return secants by radius, gradients, Jacobians, and one model's secants over another's."""
     tables = {"lipschitz_secants": with_facts(findings, findings(secant_percentiles))}
     for name in ("loss_gradients", "jacobians"):
         tables[name] = with_facts(findings, getattr(findings.measurements, name))
@@ -254,7 +252,6 @@ _COLUMNS = (
 
 
 def _ratio_cells(ratios: list[Summary]) -> NumberTable:
-    """Return a row a radius, a column a percentile."""
     rows: dict[float, Summary] = {}
     for one in sorted(ratios, key=lambda one: one["radius"]):
         rows.setdefault(one["radius"], {"radius": number(one["radius"])})[f"p{one['percentile']}"] = one
@@ -288,11 +285,8 @@ def lipschitz_percentiles(findings: Findings) -> Figure:
             ax.set_ylabel("secant of the loss\n(nats per unit of θ)")
     planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
     samples, seed = (findings.measurements.provenance.get(name, 0) for name in ("lipschitz_samples", "seed"))
-    bands = (
-        f"bands: 95%, whole planes resampled {RESAMPLES} times"
-        if table["low"].notna().any()
-        else "no bands: too few"
-    )
+    some = f"bands: 95%, whole planes resampled {RESAMPLES} times"
+    bands = some if table["low"].notna().any() else "no bands: too few"
     return finished(
         figure,
         f"{counted(planes, 'random plane')} (seed {seed}), each tensor's direction as long as the tensor; per "

@@ -260,7 +260,6 @@ TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, JACOBIANS)
 
 
 def _settings(plan: LipschitzPlan) -> int:
-    """Return the number of evaluated parameter settings of one model."""
     circles = plan.planes * plan.directions + len(GROUPS) * LINES * 2
     return circles * len(radii(plan.radius)) + plan.draws + 3
 

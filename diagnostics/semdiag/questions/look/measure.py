@@ -95,7 +95,6 @@ def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], token
 
 
 def _token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[str]]:
-    """Return labels of the queries and the keys of a call: tokens, or positions where tokens are not known."""
     of_queries = of_keys = sample.tokens
     if sample.targets is not None:
         of_queries = sample.targets if "decoder" in call.module.lower() else sample.tokens

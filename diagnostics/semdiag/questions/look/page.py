@@ -43,8 +43,6 @@ _MARKS = str.maketrans({"\n": "↵", "\t": "⇥"})
 # Characters that could end a script or be read as markup are escaped, and so is everything that is not ASCII.
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
 _NUMBERS = ("dispersion", "entropy", "first_weight")
-
-
 _LATER = "of later ones, give a text that begins there"
 _CUT = {
     Cut.REQUESTED: f"(--max-length {{}}); --max-length {LONGEST} shows the most that a page holds",
@@ -228,7 +226,10 @@ def place_of(model: str, given: Path | None) -> Path:
     place = given or Path("reports") / f"look-{file_safe(model)}.html"
     if place.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out takes the name of an .html file. Got {place}.")
-    head = _head(place)
+    head = None
+    if place.exists():
+        with open_file(place) as file:
+            head = file.read(_HEAD).decode("utf-8", "replace")
     if head is not None and not is_page_of(None, head):
         raise InputError(
             f"{place} is not a page of semdiag look and is not replaced. Name another file with --out FILE.html."
@@ -247,13 +248,6 @@ def write_look(seen: Seen, k: int, command: str, place: Path, groups: Mapping[st
         write_text(place, page)
     except OSError as error:
         raise InputError(f"{place} cannot be written: {error.strerror or error}.") from None
-
-
-def _head(place: Path) -> str | None:
-    if not place.exists():
-        return None
-    with open_file(place) as file:
-        return file.read(_HEAD).decode("utf-8", "replace")
 
 
 def look(

@@ -145,8 +145,6 @@ _SHOWN_COLUMNS = (
     Column("response"), Column("spearman", "Spearman Δ", drop=2),
     Column("spearman_low spearman_high", "Spearman 95%", interval, drop=1),
 )  # fmt: skip
-
-
 _MOST_HEADS = 24  # of more, only the least stable are shown
 _LEAST_STABLE = 5
 

@@ -49,7 +49,6 @@ class _MaskSums:
         self._swings: dict[int, Tensor] = {}  # by layer: (3, levels, heads) count, Σ, Σ²
 
     def add(self, layer: int, changes: RowChanges) -> None:
-        """Add one attention call."""
         row = {name: getattr(changes, name) for name in ("counted", "separation", "response", "kept")}
         counts = {
             "agreement": changes.common, "changed": changes.changed, "certified": changes.certified,
@@ -136,11 +135,7 @@ def mask_stability(
     after_batch: Callable[[int], None] = lambda samples: None,
     note: Callable[[str, str, str], None] = lambda name, why, where: None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Compare the mask of every query with the masks of noisy copies of the same input.
-
-    In float32 the certificate leaves room for the rounding of the scores, so that a certified row that changes its
-    mask is an error.
-    """
+    """Compare the mask of every query with the masks of noisy copies of the same input."""
     plan = plan_of(NoisePlan, plan)
     loaded = unnamed(model)
     copies = 1 + len(plan.levels) * plan.draws
@@ -197,7 +192,6 @@ class _Probe:
                 copies[draw, at].add_(drawn, alpha=level)
 
     def add(self, call: AttentionCall) -> None:
-        """Reduce one attention call to sums over the draws."""
         if self.selection is None:
             return
         draws, levels = self.plan.draws, len(self.plan.levels)

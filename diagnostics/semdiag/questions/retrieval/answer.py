@@ -20,6 +20,7 @@ from semdiag.presenting.tables import NEVER, Column, NumberTable
 NO_MASK = "none"
 ENOUGH = 0.5  # share of the texts in which the model as it is must be right, so that masks are judged
 _PLACE = ["model", "task", "length", "distance"]
+_OF_TILES = ["keys", "weight", "exact_weight", "top_weight", "recall"]
 _FACTS = ["right", "texts", "accuracy", "low", "high", "judged", "as_it_is", "perplexity_change"]
 
 
@@ -45,17 +46,13 @@ def _shares(some: int, every: int) -> dict[str, Any]:
     return {"right": some, "texts": every, "accuracy": some / every, "low": ends.low, "high": ends.high}
 
 
-def _tile_table(findings: Findings) -> pd.DataFrame:
-    rows, by = findings.measurements.tiles, ["model", "length", "kind", "k", "layer"]
-    both = pd.concat([rows.assign(layer=ALL), rows], ignore_index=True)
-    return both.groupby(by, as_index=False)[["keys", "weight", "exact_weight", "top_weight", "recall"]].mean()
-
-
 def answer(findings: Findings) -> Answer | None:
     """Return what each kind of mask still finds, or that the model as it is finds too little."""
     if findings.measurements.retrieval.empty:
         return None
-    table, tiles = findings(retrieval_table), findings(_tile_table)
+    table, by_layer = findings(retrieval_table), findings.measurements.tiles
+    both = pd.concat([by_layer.assign(layer=ALL), by_layer], ignore_index=True)
+    tiles = both.groupby(["model", "length", "kind", "k", "layer"], as_index=False)[_OF_TILES].mean()
     results: dict[str, Summary] = {}
     shown: list[str | NumberTable] = []
     for model in map(str, dict.fromkeys(table["model"])):

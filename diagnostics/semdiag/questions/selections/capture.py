@@ -68,8 +68,6 @@ def watch_selections(model: nn.Module, consume: Consume) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation below Python."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.frames: list[list[Selected]] = []
@@ -77,7 +75,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sorted: tuple[Tensor, Tensor] | None = None  # the last sorting: its indices, and scores
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; note it if it may be part of a selection."""
         result = func(*args, **(kwargs or {}))
         handle = _HANDLERS.get(func)
         if handle is not None and self.frames:
@@ -257,10 +254,7 @@ class Choices:
 def own_rows(
     text: str, causal: bool, tokens: Tokens, chosen: Selected, group: Selected | None, into: NumberFormat
 ) -> tuple[OwnRows, Choices] | None:
-    """Return what a selection chose for all real tokens together, and token by token; None if it is not by token.
-
-    ``text`` has the names of the module and its class, in lower case.
-    """
+    """Return what a selection chose for all real tokens, together and token by token; None if not by token."""
     kind = kind_of(text, tuple(chosen.scores.shape), tokens)
     if not kind:
         return None

@@ -67,7 +67,6 @@ UNKNOWN = "ξ bounds the measured secants"  # of a kind of attention without a �
 _LOG_HALF = math.log(0.5)
 _SLACK = 1e-9  # relative, of quantities in float64
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}  # relative, of ξ_loc against ξ* from rounded scores
-
 _HALF = 1e-2  # the same for models in half precision
 
 
@@ -98,7 +97,6 @@ def stability_findings(findings: Findings) -> list[Finding]:
 
 
 def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: str) -> Finding:
-    """Judge one form of ξ on the measured pairs of rows."""
     log_bound, fixed = rows[bound].to_numpy(), _fixed(rows, bound)
     not_met, violated = _not_met(rows, bound), exceeding(rows, bound, distance)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -120,8 +118,11 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
     }
     if form == "paper":
         numbers["below the sound form"] = int((rows["ln_paper"] < rows["ln_sound"] - 1e-12).sum())
-    claim = SECANTS if distance == "score_change" else ROWS
-    return Finding(model, claim, form, "all", of_rows(**counts), numbers, _note(rows, counts["not_met"]))
+    claim, note = SECANTS if distance == "score_change" else ROWS, ""
+    if unmet := counts["not_met"]:
+        ties = counted(int((rows["separation"] == 0).sum()), "tie")
+        note = f"no ξ_h for {counted(unmet, 'row')}: Δ ≤ 0 ({ties} within rounding), or not finite"
+    return Finding(model, claim, form, "all", of_rows(**counts), numbers, note)
 
 
 def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") -> NDArray[np.bool_]:
@@ -144,15 +145,7 @@ def _fixed(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
     return fixed | rows["same_set"].to_numpy(bool) if bound in ("ln_pair", "ln_row") else fixed
 
 
-def _note(rows: pd.DataFrame, not_met: int) -> str:
-    if not not_met:
-        return ""
-    tied = int((rows["separation"] == 0).sum())
-    return f"no ξ_h for {counted(not_met, 'row')}: Δ ≤ 0 ({counted(tied, 'tie')} within rounding), or not finite"
-
-
 def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
-    """Judge ξ_loc ≤ ξ*(δ, k), query by query."""
     queries = queries[queries["kept"] > 0]  # without a key there is no softmax
     usable = queries[np.isfinite(queries["dispersion"])]
     delta, kept = (torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "kept"))
@@ -239,7 +232,6 @@ def answer(findings: Findings) -> Answer:
 
 
 def _result(measured: Measurements, attention: str) -> Summary:
-    """Return the percentiles of one model by layer and head, and pooled."""
     secants, layers = with_bounds(measured.secants, attention), []
     for layer, head in sorted({*zip(measured.queries["layer"], measured.queries["head"], strict=True)}):
         parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (measured.queries, secants))
@@ -250,12 +242,10 @@ def _result(measured: Measurements, attention: str) -> Summary:
 
 
 def _medians(gains: pd.DataFrame) -> Summary:
-    """Return the median gains over samples; nothing if none was measured."""
     return {} if gains.empty else {name: float(gains[name].median()) for name in _GAINS}
 
 
 def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
-    """Return percentiles over the queries; bounds as natural logarithms."""
     described: Summary = {"local": without(percentiles(local_stability(queries)), "not_positive")}
     if secants.empty:
         return described
@@ -371,7 +361,6 @@ _WITHOUT_NOISE: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_pa
 
 
 def _shown(name: str, result: Summary) -> Iterator[str | NumberTable]:
-    """Yield a table of one model for each noise level."""
     rows = [*result["layers"], {"layer": "all", "head": "", **result["all"]}]
     levels = [level["noise"] for level in result["all"].get("response", [])]
     for place, level in enumerate(levels or [None]):

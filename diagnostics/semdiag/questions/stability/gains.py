@@ -84,7 +84,6 @@ def spaced(length: int, most: int = QUERIES) -> Tensor:
 
 
 def _gains(call: AttentionCall, generator: torch.Generator) -> dict[str, np.ndarray]:
-    """Return the gains of each head of one sample."""
     shared = call.q.shape[1] // call.k.shape[1]
     keys, values = (each.double().repeat_interleave(shared, 1) for each in (call.k, call.v))
     call = replace(call, q=call.q.double(), k=keys, v=values)
@@ -145,8 +144,6 @@ class _Head:
 
 
 def _heads(call: AttentionCall, heads: slice) -> AttentionCall:
-    """Return some heads of a call whose keys are no longer shared."""
-
     def of(tensor: Tensor | None) -> Tensor | None:
         return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, heads]
 

@@ -136,10 +136,7 @@ def measure_secants(
     note: Callable[[str, str, str], None] = lambda name, why, where: None,
     remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> pd.DataFrame:
-    """Compare every softmax row of clean inputs with that of noisy copies; noise enters behind the embedding.
-
-    Of long samples of an external model only evenly spaced queries are compared, and fewer samples run.
-    """
+    """Compare every softmax row of clean inputs with that of noisy copies; noise enters behind the embedding."""
     loaded, device = unnamed(model), with_float64(device)
     parts: list[dict[str, Any]] = []
     reach, level, done, size = Reach(), 0.0, 0, 0
