@@ -79,7 +79,10 @@ def report_content(
     content: dict[str, Any] = {
         "schema": schema("report"), "command": command,
         "provenance": json_ready(findings.measurements.provenance), "verdict": verdict,
-        "glances": {name: vars(answer.glance) for name, answer in answers.items() if answer.glance},
+        "glances": {
+            name: {**vars(answer.glance), "answer": answer.glance.answer.value}
+            for name, answer in answers.items() if answer.glance
+        },
         "pairs": json_ready([comparison.to_dict() for comparison in findings(pair_comparisons)]),
         "results": model_rows(findings, [*answers]), "figures": figures,
     }  # fmt: skip

@@ -193,7 +193,7 @@ def test_two_runs_of_one_model_can_be_compared(run_semdiag):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("own_models:good",), "Name inputs for own_models:good: --inputs FILE"),
+        (("own_models:good",), "Name inputs for own_models:good with --inputs FILE: token ids"),
         (("own_models:good", "--inputs", "ids.npy", "--causal"), "--causal applies to files"),
         (("own_models:good", "padded.pt", "--inputs", "ids.npy"), "A second file applies to files"),
         (("own_models:good", "--inputs", "ids.npy", "--format", "int4"), "Unknown number format"),
