@@ -105,6 +105,7 @@ def test_scores_are_in_nats_whatever_the_base(name, scale):
         np.testing.assert_allclose(values, expected[:, column], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPONENTIALS)
 def test_its_layer_is_counted_in_a_sweep_and_refused_where_it_takes_no_mask(name):
     parts = Attention(lambda z: z.softmax(-1), scale=0.02), Attention(EXPONENTIALS[name], scale=0.02)

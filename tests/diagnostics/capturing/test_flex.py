@@ -92,6 +92,7 @@ def naive(model, x):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("score", "mask", "key_heads"),
     [
@@ -197,6 +198,7 @@ def hugging_face(name, implementation, **options):
         return getattr(transformers, name)._from_config(config, attn_implementation=implementation).eval()
 
 
+@pytest.mark.slow
 @SEEN
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("padded", [False, True])

@@ -18,6 +18,7 @@ def test_numbers_agree_with_their_nouns(number, noun, said):
     assert counted(number, noun) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", ["report", "k-sweep --rerun", "mask-stability --noise 0.01", "landscape --grid 3", "separation"]
 )

@@ -201,6 +201,7 @@ def ranks_of(every, row):
     return [abs(np.searchsorted(every, row[f"p{level}"]) / len(every) - level / 100) for level in levels]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [(-1, -1), (1, -1), (2, 0)])
 def test_totals_are_exact_and_percentiles_stay_within_their_error_in_rank(place):
     """Fixed seeds: the stated error holds with 99% confidence, and halves with four times as many rows."""
@@ -253,6 +254,7 @@ def test_what_is_drawn_and_what_is_kept_of_it_are_told_apart(vectors):
     assert "extremes in the tables are those of all drawn queries" in sketched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [12, None, 64])
 def test_models_of_which_others_were_drawn_stay_estimated(vectors, other):
     """Fails where the number drawn is read from the provenance, of which those joined keep what they share."""
@@ -273,6 +275,7 @@ def test_models_of_which_others_were_drawn_stay_estimated(vectors, other):
         require_every_query(findings, "This")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["a half", 2.0, -0.5])
 def test_a_share_that_is_none_is_refused(vectors, tmp_path, value):
     found = measure(Causal(), vectors, queries=10)

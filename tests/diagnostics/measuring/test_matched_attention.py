@@ -76,6 +76,7 @@ def test_the_tables_hold_what_the_captured_sets_say(encoder, padded_tokens):
     assert ("recall" in found.queries) == (encoder.config.attention != "redrawn")
 
 
+@pytest.mark.slow
 def test_tables_of_other_kinds_go_together_with_them(encoder, padded_tokens, tiny_config, tmp_path):
     parts = []
     for name, model in (("one", encoder), ("full", Encoder(tiny_config()).eval())):

@@ -157,6 +157,7 @@ def test_what_is_declared_is_what_an_encoder_gives(probe, tiny_models, which):
     assert subject.missing == {}
 
 
+@pytest.mark.slow
 def test_a_random_mask_has_every_table_even_where_it_has_no_rows(probe, tiny_models, wild_encoder):
     model = dataclasses.replace(tiny_models[0], module=wild_encoder("random").float())
     tables = measured(probe, subject_of(model))
@@ -164,6 +165,7 @@ def test_a_random_mask_has_every_table_even_where_it_has_no_rows(probe, tiny_mod
     assert_declared(probe, tables, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "blind"])
 def test_an_external_model_has_tables_or_a_reason_why_not(probe, name, request):
     model = request.getfixturevalue(name)
@@ -202,6 +204,7 @@ def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
     assert reasons["mask stability"].startswith("it has no token embedding")
 
 
+@pytest.mark.slow
 def test_every_table_of_a_probe_is_given_by_some_model(probe, tiny_models, decoder):
     given = set()
     for model in (tiny_models[1], decoder):

@@ -105,6 +105,7 @@ def test_tables_have_names_of_their_own(everything):
     assert not [name for tables in found.values() for name, table in tables.items() if table.empty]
 
 
+@pytest.mark.slow
 def test_alone_a_question_has_the_same_tables(everything):
     for question in registry.reported().values():
         answer = question.answered(everything)

@@ -156,6 +156,7 @@ def test_a_cell_of_the_map_opens_its_head_and_says_its_values(model, tmp_path):
     assert not any("look.html" in a.get("href", "") for a in Page(alone).all("a"))
 
 
+@pytest.mark.slow
 def test_every_figure_has_one_for_telephones_and_the_page_no_address_outside(kept):
     page = Page(kept / "index.html")
     narrow = [source["srcset"] for source in page.all("source") if "media" in source]

@@ -76,6 +76,7 @@ def both():
     return rejected_trees(n, SMALL, SHORTEST), conditioned_trees(n, SMALL, SHORTEST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statistic",
     [

@@ -74,6 +74,7 @@ def test_a_document_of_several_paragraphs_is_one_text(tmp_path, classifier):
     assert batch["attention_mask"].sum(1).tolist() == [6, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["jsonl", "names", "numbers"])
 def test_the_loss_of_classes_is_the_models_own(tmp_path, classifier, where):
     names, numbers = ["yes", "no", "maybe", "yes"], [2, 0, 1, 2]
@@ -303,6 +304,7 @@ def test_options_of_texts_go_with_texts(tmp_path, classifier, tiny_runs):
         TextOptions(max_length=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_that_of_the_model_and_scores_are_read_in_float32(tmp_path, classifier, dtype):
     path = tmp_path / "texts.txt"
