@@ -89,8 +89,7 @@ def watch_attention(
     It works for any model (docs/support.md). Nothing is left behind. Outputs are those of the model without the
     watch, to the last bit, except where the rounding differs: the fused paths of ``nn.TransformerEncoder`` and
     ``nn.MultiheadAttention`` in evaluation mode without gradients, and compiled models, run as they were written.
-    The watch never stops the model: if the watch itself fails, the audit says so. What ``consume`` raises is
-    raised in the model.
+    It never stops the model: if it fails itself, the audit says so. What ``consume`` raises is raised there.
 
     Every softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and
     is not captured; or counts it, because it is no attention. It also lists products that meet values without a

@@ -80,8 +80,7 @@ class TopK:
 class TopP:
     """Each query keeps the fewest keys that hold a fraction p of its attention weight.
 
-    K_i holds the largest scores until Σ_{j in K_i} p_ij ≥ p; of equal scores, the one at the lower position comes
-    first.
+    K_i holds the largest scores until Σ_{j in K_i} p_ij ≥ p; of equal scores, the lower position is first.
 
     Source: nucleus sampling's rule, applied to attention (Lin et al. 2025, Twilight). Deviation: none.
 
@@ -156,8 +155,7 @@ class SkipTiles:
 
     A tile skips block n if max_{j in n} z_ij < max_{j in n or earlier} z_ij − λ for each of its queries i.
 
-    Source: Yuan et al. 2025, BLASST (arXiv 2512.12087), with exp(−λ) as its threshold. Deviation: see
-    :class:`~semdiag.mathematics.block_estimates.TileSums`.
+    Source: Yuan et al. 2025, BLASST (arXiv 2512.12087), with exp(−λ) as its threshold. Deviation: no sinks.
 
     Args:
         threshold: λ in nats, at least 0.

@@ -102,8 +102,7 @@ _OWN = 1 + 2.0**-30  # covers the rounding of a bound in float64
 def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
     """Return finite numbers (...) rounded once to a format: to nearest, ties to even, with subnormals, saturating.
 
-    Formula: t · round(x'/t), x' = clamp(x, −M, M), t the unit in the last place of x', M the largest finite
-    number; float64, without a scale.
+    Formula: t · round(x'/t), x' = clamp(x, −M, M), t the last place of x', M the largest finite number; float64.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 
@@ -126,8 +125,7 @@ def _rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
 def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
     """Return an engine's scores in nats: operands in a format, sums in float32, then the score in the format.
 
-    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))), float64 (..., Lq, Lk); perhaps NaN where :func:`score_error` is
-    infinite. Arguments as there.
+    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))), float64; NaN where :func:`score_error` is inf, with its arguments.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 

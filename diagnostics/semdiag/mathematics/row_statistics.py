@@ -20,8 +20,7 @@ def _strip_statistics(
     """Return a strip's statistics by name, for :func:`_finished`; overwrite its scores.
 
     ``load`` (of selected positions) and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the
-    largest score alone; ``minimum`` is NaN if any score is; ``mean`` is Σ p z, for which statistics of S_i stand
-    where positions are selected.
+    largest score alone; ``minimum`` is NaN if any score is; ``mean`` is Σ p z.
     """
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
@@ -148,8 +147,7 @@ class RowStatistics:
     A_i are the keys that query i may attend to, S_i the keys that it attends to. Scores are in nats.
 
     With an attention sink s_h, the softmax has a further outcome, with score s_h and no value. It is not a key:
-    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. Logsumexps, entropy and weights include it: the keys'
-    weights sum to less than 1. The bounds ξ stay valid.
+    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. Logsumexps, entropy and weights include it.
     """
 
     keys: Tensor  # int64, n_i = |A_i|
@@ -210,8 +208,6 @@ class RowStatistics:
 
         m_i(k) = Σ_{j among the k largest} exp(z_j) / Σ_{A_i} exp(z_j), a sink counted in the denominator; NaN for
         a row without keys. ``k`` and its error as of :meth:`dispersion`.
-
-        Source: none; the mass that top-k would renormalise. Deviation: none.
         """
         self._check(k)
         share = (self.top[..., :k].logsumexp(-1) - self.log_sum_exp).exp()

@@ -67,10 +67,7 @@ class Scores:
     places: Tensor | None = None
 
     def strips(self, size: int) -> Iterator[ScoreStrip]:
-        """Yield strips of rows of at most ``size`` scores, as far as whole rows allow.
-
-        Strips share their memory: finish with one before taking the next.
-        """
+        """Yield strips of whole rows, of about ``size`` scores; they share their memory: finish one first."""
         batch, all_heads = self.q.shape[:2]
         length, k_length = self.q.shape[2] if self.places is None else self.places.shape[2], self.k.shape[2]
         shared = all_heads // self.k.shape[1]  # query heads that share a key head stay together
@@ -174,8 +171,7 @@ def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
     """Return the rows (b, H, r, n) of queries at ``places`` (b, H, r); a negative place gives an arbitrary row.
 
-    The first three axes of ``values`` (b, H, Lq, n) may have length 1; the result is ``values`` itself if all its
-    queries share one row.
+    The first three axes of ``values`` (b, H, Lq, n) may have length 1; ``values`` itself if queries share a row.
     """
     if values.shape[2] == 1:
         return values
@@ -217,8 +213,6 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th score,
     of which only those with the largest maxima are searched. Rows in which an omitted score may be as large as a
     chosen one are sorted instead. Beyond the number of keys values are -inf and positions arbitrary.
-
-    Source: none; exact, whatever the grouping. Deviation: none.
 
     Example:
         >>> values, positions = largest_scores(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
@@ -342,9 +336,8 @@ class AttentionRows:
 def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """Return the constants of rows with a fixed set of keys: full, banded, block-local, random; global tokens.
 
-    δ_i ≥ 0 in nats is the largest over everything compared, k_i the number of keys, 0 for a padded query, which
-    does not count; both (..., queries). A negative or NaN dispersion, and a number of keys that is no integer ≥ 0,
-    are a ValueError.
+    δ_i ≥ 0 in nats is the largest over everything compared, k_i ≥ 0 the number of keys, 0 for a padded query; both
+    (..., queries). Other values are a ValueError.
 
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
 
@@ -370,8 +363,7 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
     Arguments and errors as of :func:`fixed_mask_rows`; ``separation`` is Δ_i in nats, the smallest over everything
     compared, +inf where nothing is masked. Constants are +inf in rows with Δ_i ≤ 0.
 
-    Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's ξ_h is
-    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`.
+    Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's is other.
 
     Example:
         >>> heavy_hitter_rows(2.0, [0.5, float("inf")], 5).log_row.exp()

@@ -57,8 +57,7 @@ def measure(
 ) -> Measurements:
     """Measure dispersion, separation and key load of every query of every attention layer, of any model.
 
-    The model is not changed: it runs without gradients in evaluation mode, and every module's mode is restored. It
-    is copied only if it must be moved or converted.
+    The model is not changed: it runs without gradients in evaluation mode, as a copy if moved or converted.
 
     Args:
         model: model from :func:`semdiag.load`, or any module of your own.

@@ -290,8 +290,7 @@ class Measurements:
     def load(cls, folder: Path | str) -> Self:
         """Read what :meth:`save` wrote.
 
-        A file that is missing or damaged (differs from ``SHA256SUMS``, if present), and a column that is missing
-        or has another type, are an InputError.
+        A missing or damaged file (by ``SHA256SUMS``, if present) and a missing or wrong column are an InputError.
         """
         folder = Path(folder)
         _check_sums(folder, _files(folder))

@@ -120,13 +120,11 @@ class Monitor:
 
     At every ``every``-th forward call in training mode, it scores a few query rows of each attention call: 8 (or
     ``queries``) random queries of 4 random samples, all heads. Outputs, gradients and random numbers equal those
-    of training without a monitor, to the last bit. It never stops training: if it fails, even on a full disk, or
-    cannot see some attention, it warns.
+    of training without a monitor, to the last bit. It never stops training: if it fails, it warns.
 
     For compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls of
     looks then run uncompiled, with other rounding (about 1e-7). Several threads may train the model: a look
-    belongs to the thread that began it, and other threads' forward calls meanwhile are only counted. Under
-    torch.distributed, every rank starts a monitor.
+    belongs to one, and others' forward calls are only counted. Under torch.distributed, every rank starts one.
 
     Two tables grow. ``table`` has one row per step, attention layer and occurrence of the layer in that step:
     ``step, layer, module, occurrence, rows`` (scored queries that are not padding), and medians over these rows of
@@ -135,8 +133,7 @@ class Monitor:
     also ``dispersion_kK``, ``separation_kK``, ``weight_kept_kK`` as if the K largest scores were kept.
     ``heads`` has one row per head of each of these: extremes over the same rows, defined in
     :func:`~semdiag.measuring.calls.monitor_heads.describe_heads`, and the rules that it crosses (``alarm``).
-    On a GPU no step waits for a look: its numbers arrive meanwhile, and it is written, and alarms, in a later
-    forward call or at the end.
+    On a GPU no step waits for a look: it is written, and alarms, in a later forward call or at the end.
 
     Args:
         model: module whose forward calls are counted; an encoder of semdiag_models or any transformer that
