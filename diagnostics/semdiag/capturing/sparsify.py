@@ -152,8 +152,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     to see the mask, a bias is learned, weights are dropped at random, or attention is written by hand, the mask is
     a tensor of B · H · Lq · Lk bytes. On a GPU the audit counts rows in which rounding could change the choice.
 
-    Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
-    Efficient Streaming Language Models with Attention Sinks. Deviation: none.
+    Source: the masks are those of docs/theory.md#quantities (S_i); sinks as in Xiao et al. 2023. Deviation: none.
 
     Args:
         model: any module that capture understands. What runs outside it stays unmasked.

@@ -162,8 +162,7 @@ def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int
     s_o = mean_i p_{i, position(i) − o}, which are left out where queries see every key. Then
     e_tn = Σ_{j in n} v_j + mean_{i in t} Σ_{j in n} s_{position(i) − j}. Arguments as of :func:`mean_estimate`.
 
-    Source: docs/theory.md#blocks; Jiang et al. 2024, MInference (vertical-slash heads). Deviation: the weight of
-    all lines ranks blocks, not that of the best.
+    Source: docs/theory.md#blocks; Jiang et al. 2024, MInference (vertical-slash). Deviation: all lines count.
 
     Example:
         >>> last_tile_estimate(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([0, 1]), 1, 1)

@@ -101,8 +101,7 @@ def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) ->
     """Return |S ∩ S'|, int64 (C, ...): how many keys of S are still among the k largest scores after C changes.
 
     The m largest scores in S and the k − m largest outside make up S' for the largest m with s_(m) ≥ o_(k−m+1); a
-    tie at the boundary leaves the set unchanged. Scores z' are (C, ..., L), in nats; rows have more than k allowed
-    keys; ``out`` is working memory of that shape.
+    tie leaves the set unchanged. Scores z' (C, ..., L), nats, have over k allowed keys a row; ``out`` is memory.
 
     Source: docs/theory.md#mask-stability. Deviation: none.
 

@@ -57,9 +57,8 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
     """Return whether rounding to a format may make the lower of two scores equal to or larger than the higher one.
 
     Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
-    rounds above the largest finite number counts as that number; two such scores may always swap. Where one engine
-    rounded h and l, and another engine chose by its own rounding of the same scores (``engines`` is 2):
-    h − l ≤ 2(u(|h| + |l|) + 2η). Scores (...) are not NaN; bool (...).
+    rounds above the largest finite number counts as that number. Where another engine chose by its own rounding
+    (``engines`` is 2): h − l ≤ 2(u(|h| + |l|) + 2η). Scores (...) are not NaN; bool (...).
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -80,8 +79,7 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
 def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor:
     """Return differences of scores (...) in units of the last place of a score (...) in a format, float64.
 
-    Formula: difference / 2^(max(⌊log₂|score|⌋, e) − p + 1), e the exponent of the smallest normal number. A score
-    above the largest finite number counts as that number; it is not NaN.
+    Formula: difference / 2^(max(⌊log₂|score|⌋, e) − p + 1), e the smallest normal number's exponent.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 

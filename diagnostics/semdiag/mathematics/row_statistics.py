@@ -184,8 +184,7 @@ class RowStatistics:
     def separation(self, k: int | None = None) -> Tensor:
         r"""Return the semantic separation Δ: the gap between the kept and the dropped scores, (B, H, Lq), nats.
 
-        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; +inf if nothing is dropped; ≤ 0 only for input-agnostic masks and
-        bottom-k. ``k`` and its error as of :meth:`dispersion`.
+        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; +inf if nothing is dropped. ``k`` as of :meth:`dispersion`.
 
         Source: paper, Def. 3 and eq. 22. Deviation: none.
         """

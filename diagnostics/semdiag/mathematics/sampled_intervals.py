@@ -73,10 +73,9 @@ def sampled_estimates(
         these sequences:   (1 - share) Σ over strata of 2 Σ e_i² - (Σ e_i)², two draws in each
         such sequences:    (c-1)/c Σ over sequences of (Σ e_i / (1 - w))², c sequences (clusters)
 
-    where w is the sequence's share of the draws (a draw that is left out has residual 0): the jackknife of a mean
-    over sequences of unequal length, in which Σ e_i / (1 - w) is the change from leaving out the whole sequence.
-    Student's degrees of freedom are Satterthwaite's: if sequences differ only in their levels, with equal
-    variance, their changes have covariances proportional to
+    where w is the sequence's share of the draws: the jackknife of a mean over sequences of unequal length, in
+    which Σ e_i / (1 - w) is the change without the sequence. Student's degrees of freedom are Satterthwaite's: if
+    sequences differ only in their levels, with equal variance, their changes have covariances proportional to
 
         M_st = k_s k_t ([s = t] - w_s - w_t + Σ w²), k = w / (1 - w)
 
@@ -91,9 +90,8 @@ def sampled_estimates(
     missing (NaN) if too few draws or effective sequences (degrees of freedom + 1) lie beyond.
 
     Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959 (the jackknife); Bell and McCaffrey 2002
-    (its degrees of freedom); Hall 1992, On the Removal of Skewness by Transformation; Woodruff 1952, Confidence
-    Intervals for Medians; Wilson 1927. Deviation: Student's factor instead of Hall's normal one; Wilson's interval
-    with an effective number of draws, instead of Woodruff's normal one.
+    (its degrees of freedom); Hall 1992 (skewness); Woodruff 1952 (medians); Wilson 1927. Deviation: Student's
+    factor instead of Hall's; Wilson's interval with an effective number of draws for Woodruff's.
 
     Values (n,) that are not finite do not count; samples and strata (n,) number each query's sequence, and its
     stratum within one sequence and head; a query is drawn with the probability ``share``. The result is the mean,

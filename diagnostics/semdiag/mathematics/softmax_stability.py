@@ -27,12 +27,10 @@ def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
 def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """Return ξ of a row whose set of keys does not depend on its scores: full, banded, block-local, random.
 
-    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key. No smaller constant holds for all pairs of
-    rows of range ≤ δ (for δ > 0). δ ≥ 0, in nats, is the larger of the two rows' ranges over the k ≥ 1 unmasked
-    keys; other values are a ValueError.
+    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key. No smaller constant holds for all rows of
+    range ≤ δ. δ ≥ 0, nats, is the larger range over the k ≥ 1 unmasked keys; else a ValueError.
 
-    Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k, kept in
-    :func:`~semdiag.mathematics.paper_stability.paper_fixed_mask_stability`.
+    Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k.
 
     Example:
         >>> fixed_mask_stability([1.0, 90.0], 40).log_value.exp()
@@ -56,9 +54,8 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
     smaller separation of both rows, in nats, +inf where every allowed key is unmasked; k is the same in both rows.
     ln ξ_h is +inf where Δ_h ≤ 0, not met. Errors as of :func:`fixed_mask_stability`, for a NaN Δ too.
 
-    Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
-    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. That both rows keep their own top-k
-    set is checked by :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability`.
+    Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form. That both rows keep their
+    top-k is checked by :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability`.
 
     Example:
         >>> bound = heavy_hitter_stability(2.0, [0.01, -0.01], 5)

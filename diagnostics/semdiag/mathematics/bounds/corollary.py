@@ -97,8 +97,7 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
 def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) -> Condition:
     """Return the sound comparison in the parameters W, for equal norms: Σ_i min(s_i ξ_i, row_i) of mask and full.
 
-    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L against 0, (...), from rows (..., queries). Never negative for k ≥ 2:
-    no mask has a better worst-case W-guarantee than full attention.
+    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L against 0, (...), from rows (..., queries). It is ≥ 0 for k ≥ 2.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 304, whose full constant grows with e^δ_s.
 

@@ -1,7 +1,7 @@
 """Row statistics as Triton kernels: two passes over q kᵀ, and no wait for the device.
 
-The first pass keeps each row's running softmax, and the maxima of groups of G keys: the (K+1)-th of them bounds
-the (K+1)-th score from below. The second appends at most K·G scores above it, and K + 1 that equal it, to rank.
+The first pass keeps each row's running softmax, and the maxima of groups of G keys: the (K+1)-th largest
+bounds the (K+1)-th score from below. The second appends up to K·G scores above it, and K + 1 equal ones, to rank.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
