@@ -102,8 +102,7 @@ def watch_attention(
             gradient, autocast and modes.
         mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run, and its
             inputs where its function may be replaced, to its kept keys or to its output with them.
-        inside: arguments of the model, if it is already running because a hook of its forward pass opens the
-            context.
+        inside: arguments of the model, if a hook of its forward pass opens the context.
 
     Yields:
         Audit: the modules with attention, what was captured and what was not. It fills while the model runs; the

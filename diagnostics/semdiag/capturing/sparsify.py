@@ -157,8 +157,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     Args:
         model: any module that capture understands. What runs outside it stays unmasked.
         keep: :class:`TopK`, :class:`TopP`, :func:`Window`, :class:`RandomK`; or a dictionary of them by layer,
-            module name, or (module name, occurrence); or what :func:`~semdiag.capturing.loading.read_budget`
-            returns.
+            module name, or (module name, occurrence), which :func:`semdiag.read_budget` returns.
         partial: whether to go on if some attention cannot be masked; ``unmasked`` then lists it.
 
     Yields:

@@ -160,8 +160,7 @@ def judge_rows(
         allowed: keys that each row may choose.
         kind: format to which the engine rounded these scores before it chose.
         engines: 1 if the engine chose by these scores, 2 if another engine rounded them.
-        error: (rows, n) ≥ 0, largest distance of recomputed scores from the engine's. None means that the engine
-            chose by these scores.
+        error: (rows, n) ≥ 0, largest distance of recomputed scores from the engine's; None if these are its own.
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1

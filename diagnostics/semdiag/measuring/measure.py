@@ -64,15 +64,13 @@ def measure(
         batches: inputs of the model: a tensor, a dictionary of keyword arguments or a tuple of positional ones; or
             an iterable of them, which is read one batch at a time. One tensor or dictionary is cut into batches.
         labels: (N,) classes, for the accuracy of semdiag's own models; refused for others.
-        queries: number of queries drawn per sample and head of the longest sequence, and the same fraction of all
-            others. None means all. Every query has the same probability, so plain means and percentiles are
-            estimates; no score of the others is computed. Extremes and key loads are over the drawn queries. Of an
-            iterator, the first batch decides on the longest length.
+        queries: number of queries drawn per sample and head of the longest sequence (of an iterator, in the first
+            batch), and the same fraction of all others. None means all. Every query has the same probability, so
+            plain means and percentiles are estimates. Extremes and key loads are over the drawn queries.
         real: (N, L) bool over all samples, false for padding; padded queries are left out. By default it is read
             from the usual arguments (``attention_mask``, ``key_padding_mask``, …).
         inputs: origin of the inputs, for the report.
-        k: counterfactual number of heavy hitters, or several; each adds columns for every query. Of several,
-            those above the number of keys are left out, with a remark.
+        k: counterfactual number of heavy hitters, or several (those above the number of keys are left out).
         batch_size: number of samples at a time, if ``batches`` is one tensor or dictionary.
         samples: number of first samples to measure; no batch after them is read. None means all.
         device: device on which to run; None means the model's.

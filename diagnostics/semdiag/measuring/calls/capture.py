@@ -303,8 +303,7 @@ def capture(
         k: the largest k for :meth:`Calls.dispersion` and its like. Each query keeps k + 1 scores.
         queries: number of queries of the first call that are drawn per sample and head; of other calls the same
             fraction is drawn. None means all. No score of the others is computed.
-        scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`: batch × heads ×
-            queries × keys numbers for each call, so for a few texts.
+        scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`, of a few texts.
         real: (B, L) bool, false for padded queries. By default it is read from the arguments of each forward pass
             (``attention_mask``, …). :attr:`Calls.audit` lists the calls that it does not fit.
         seed: random seed for the draws.

@@ -136,12 +136,10 @@ class Monitor:
     On a GPU no step waits for a look: it is written, and alarms, in a later forward call or at the end.
 
     Args:
-        model: module whose forward calls are counted; an encoder of semdiag_models or any transformer that
-            :func:`semdiag.watch_attention` understands.
+        model: module whose forward calls are counted; any that :func:`semdiag.watch_attention` understands.
         every: number of forward calls in training mode from one look to the next; the first call is looked at.
         k: number of heavy hitters for the counterfactual columns, or several numbers.
-        path: ``.csv`` or ``.parquet`` file to which rows are appended; an existing one is continued. Rows of heads
-            go to ``NAME-heads`` beside it.
+        path: ``.csv`` or ``.parquet`` file, continued if it exists; rows of heads go to ``NAME-heads`` beside it.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
         log: function of a dictionary of numbers and the step, like ``wandb.log``. Keys are
             ``attention/layer_3/head_5/max_logit`` and, over the heads of a layer,
@@ -154,11 +152,9 @@ class Monitor:
             for norms. Each head alarms once per rule.
         on_alarm: ``warn`` (one warning per look), ``raise`` (:class:`~.monitor_alarms.AlarmError` after the
             forward call), or a function of each :class:`~.monitor_alarms.Alarm`.
-        accumulation: forward calls in training mode per step, if gradients are accumulated: only the first of a
-            step is looked at.
+        accumulation: forward calls in training mode per step, of which only the first is looked at.
         ranks: with ``all``, under torch.distributed, each look waits for all ranks, which then have the same rows
-            and alarms (:class:`~.monitor_reduction.Reduction`); rank 0 writes, logs and warns. With ``own``, each
-            rank is on its own.
+            and alarms; rank 0 writes, logs and warns. With ``own``, each rank is on its own.
         seed: random seed for the choice of samples and queries.
         queries: number of queries per sample; medians of more rows vary less from look to look.
         first_step: number of the first step, for resumed training; it warns if the file already has this step.
