@@ -138,7 +138,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """Return the number of rows of a model's token embedding; None if the model does not name that table."""
     named = getattr(model, "get_input_embeddings", None)
     try:
         table = named() if callable(named) else None
@@ -148,7 +147,6 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _longest(tokenizer: Any, model: nn.Module) -> int | None:
-    """Return the largest number of tokens that the model takes; None if nothing tells it."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions)
     limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
@@ -160,7 +158,6 @@ def _longest(tokenizer: Any, model: nn.Module) -> int | None:
 
 
 def _padded(rows_by_name: dict[str, list[list[int]]], left: bool) -> dict[str, Tensor]:
-    """Turn lists of unequal length into tensors padded with zeros, in the mask too."""
     longest = max(map(len, rows_by_name["input_ids"]))
 
     def filled(row: list[int]) -> list[int]:

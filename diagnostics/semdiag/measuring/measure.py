@@ -181,7 +181,6 @@ def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
 
 
 def _add_remarks(audit: Audit, loaded: LoadedModel, draws: QueryDraws, left_out: set[int]) -> None:
-    """Remark on queries that were not drawn, on each k that was left out, and on a mask unfit for its task."""
     texts = [(text, "queries-drawn") for text in draws.remarks]
     texts += [(f"k = {k} is left out: no query has that many keys", "k-left-out") for k in sorted(left_out)]
     if isinstance(loaded.module, Encoder) and loaded.task in TASKS:
