@@ -37,7 +37,8 @@ class Tokeniser:
         self.takes = _longest(tokenizer, model)
         self.longest = min((n for n in (self.takes, most) if n is not None), default=None)
         self._spec, self._tokenizer, self._config = spec, tokenizer, getattr(model, "config", None)
-        self._known = _vocabulary(model)
+        table = batches.named_embedding(model)
+        self._known = table.num_embeddings if isinstance(table, nn.Embedding) else None
         if getattr(self._config, "summary_type", None) != "last":
             tokenizer.padding_side = "right"
 
@@ -135,15 +136,6 @@ def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder holds a tokenizer's files."""
     return any(file for pattern in _VOCABULARIES for file in folder.glob(pattern))
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    named = getattr(model, "get_input_embeddings", None)
-    try:
-        table = named() if callable(named) else None
-    except Exception:  # some models have none, and raise anything
-        return None
-    return table.num_embeddings if isinstance(table, nn.Embedding) else None
 
 
 def _longest(tokenizer: Any, model: nn.Module) -> int | None:

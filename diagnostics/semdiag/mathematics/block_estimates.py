@@ -68,10 +68,7 @@ class TileSums:
         return cls(none, hidden, none.clone(), none.clone(), hidden.clone())
 
     def add_(self, scores: Tensor, tiles: Tensor, block: int, sinks: Tensor | None = None) -> None:
-        """Add queries: scores (B, H, r, n), -inf for hidden keys; tiles (B, r), T where a query does not count.
-
-        ``sinks`` (H,) are further logits in the denominators.
-        """
+        """Add queries: scores (B, H, r, n), -inf for hidden keys; tiles (B, r), T where one does not count."""
         whole = scores.logsumexp(-1, keepdim=True)
         if sinks is not None:
             whole = torch.logaddexp(whole, sinks.to(scores.dtype)[:, None, None])

@@ -83,9 +83,6 @@ NO_CLASS = -1  # predicted class where a logit is NaN: never right
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """Return the int64 class of the largest of (…, C) logits, the first of equal ones; ``NO_CLASS`` if one is NaN.
-
-    torch's argmax treats NaN as the largest, so a diverged model would be right at times.
-    """
-    classes = logits.argmax(-1)  # the position of a NaN, if there is one
+    """Return the int64 class of the largest of (…, C) logits, the first of equals; ``NO_CLASS`` if one is NaN."""
+    classes = logits.argmax(-1)  # the position of a NaN, if there is one, by which a diverged model would be right
     return classes.masked_fill(logits.gather(-1, classes[..., None])[..., 0].isnan(), NO_CLASS)

@@ -17,11 +17,7 @@ def _strip_statistics(
     received: Tensor | None,
     sinks: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return a strip's statistics by name, for :func:`_finished`; overwrite its scores.
-
-    ``load`` (of selected positions) and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the
-    largest score alone; ``minimum`` is NaN if any score is; ``mean`` is Σ p z.
-    """
+    """Return a strip's statistics, for :func:`_finished`; add to ``load``, ``received``; overwrite its scores."""
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
     found = {"keys": keys}

@@ -169,10 +169,7 @@ def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows (b, H, r, n) of queries at ``places`` (b, H, r); a negative place gives an arbitrary row.
-
-    The first three axes of ``values`` (b, H, Lq, n) may have length 1; ``values`` itself if queries share a row.
-    """
+    """Return rows (b, H, r, n) of values broadcastable to (b, H, Lq, n); for negative places an arbitrary one."""
     if values.shape[2] == 1:
         return values
     sample, head = (torch.arange(length, device=values.device) for length in places.shape[:2])
@@ -183,10 +180,7 @@ def rows_of(values: Tensor, places: Tensor) -> Tensor:
 def part_of(
     values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, seen: int | None = None
 ) -> Tensor | None:
-    """Return some samples, queries and the ``seen`` first keys of a tensor broadcastable to (B, H, Lq, Lk).
-
-    The result has four axes, of which those of length 1 keep that length; None stays None.
-    """
+    """Return a part, with four axes, of a tensor broadcastable to (B, H, Lq, Lk); axes of length 1 stay whole."""
     if values is None:
         return None
     values = values[(None,) * (4 - values.ndim)]
