@@ -1,8 +1,7 @@
 """Kinds of attention: one function each from queries and keys to the keys that are kept, and one table of them.
 
-A new kind is a function, a line in ``ATTENTIONS`` and a test. A function gets q and k (B, H, L, D), which tokens
-are valid (B, L) or None, and the layer, whose ``config`` has the options; it returns positions (B, H, L, K), with
--1 where there is none. Below the table: attention over all keys, and over the selected ones.
+A function gets q and k (B, H, L, D), which tokens are valid (B, L) or None, and the layer, whose ``config`` has
+the options; it returns positions (B, H, L, K), -1 where there is none.
 """
 
 import math

@@ -44,12 +44,10 @@ class AttentionCall:
         sinks: (H,) a further logit per head in the softmax's denominator, without a value; None means none.
         causal: whether keys after the query's own position are forbidden, beyond what ``allowed`` says.
         first_query: position of query 0 among the keys; above 0 where earlier keys come from a cache.
-        keys_before: number of tokens before key 0, which a cache with a window has dropped: query i is token
-            ``keys_before + first_query + i``.
+        keys_before: number of tokens before key 0, dropped by a cache: query 0 is token keys_before + first_query.
         occurrence: number of earlier calls of the module in this forward pass; each generation step is one.
         mechanism: adapter that saw the call.
-        forbidding: finite constant by which the model forbids keys, such as -10,000; None if it is -inf or the
-            dtype's lowest number, or no key is forbidden.
+        forbidding: finite constant by which the model forbids keys, such as -10,000; None if there is none.
         dropout: probability with which weights were dropped; above 0, ``mixed`` differs from the formula.
         fully_masked: bool, broadcastable to (B, H, Lq, Lk): where finite constants forbid a query every key, the
             keys with the largest constant, to which the model attends all the same; ``allowed`` leaves it no key.

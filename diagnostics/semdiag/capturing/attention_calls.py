@@ -89,8 +89,7 @@ def watch_attention(
     It works for any model (docs/support.md). Nothing is left behind. Outputs are those of the model without the
     watch, to the last bit, except where the rounding differs: the fused paths of ``nn.TransformerEncoder`` and
     ``nn.MultiheadAttention`` in evaluation mode without gradients, and compiled models, run as they were written.
-    The watch never stops the model: if the watch itself fails, the audit says so. What ``consume`` raises is
-    raised in the model.
+    It never stops the model: if it fails itself, the audit says so. What ``consume`` raises is raised there.
 
     Every softmax that reaches torch's dispatcher is captured; or the audit lists it, because it meets values and
     is not captured; or counts it, because it is no attention. It also lists products that meet values without a
@@ -103,8 +102,7 @@ def watch_attention(
             gradient, autocast and modes.
         mask: function of :func:`~semdiag.capturing.sparsify.sparsify` from a call that is about to run, and its
             inputs where its function may be replaced, to its kept keys or to its output with them.
-        inside: arguments of the model, if it is already running because a hook of its forward pass opens the
-            context.
+        inside: arguments of the model, if a hook of its forward pass opens the context.
 
     Yields:
         Audit: the modules with attention, what was captured and what was not. It fills while the model runs; the

@@ -130,6 +130,15 @@ def without_first(batches: Iterable[Batch], count: int) -> list[Batch]:
     return rest_of
 
 
+def named_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the module that a model names as its input embedding, like transformers' models; None if none."""
+    try:
+        named = model.get_input_embeddings()  # type: ignore[operator]
+    except Exception:  # some models have none, and raise anything
+        return None
+    return named if isinstance(named, nn.Module) else None
+
+
 def with_tensor(batch: Batch, old: Tensor, new: Tensor) -> Batch:
     """Return the batch with one of its tensors replaced."""
     return _mapped(batch, lambda tensor: new if tensor is old else tensor)

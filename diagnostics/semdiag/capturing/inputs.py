@@ -37,7 +37,8 @@ class Tokeniser:
         self.takes = _longest(tokenizer, model)
         self.longest = min((n for n in (self.takes, most) if n is not None), default=None)
         self._spec, self._tokenizer, self._config = spec, tokenizer, getattr(model, "config", None)
-        self._known = _vocabulary(model)
+        table = batches.named_embedding(model)
+        self._known = table.num_embeddings if isinstance(table, nn.Embedding) else None
         if getattr(self._config, "summary_type", None) != "last":
             tokenizer.padding_side = "right"
 
@@ -137,18 +138,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(file for pattern in _VOCABULARIES for file in folder.glob(pattern))
 
 
-def _vocabulary(model: nn.Module) -> int | None:
-    """Return the number of rows of a model's token embedding; None if the model does not name that table."""
-    named = getattr(model, "get_input_embeddings", None)
-    try:
-        table = named() if callable(named) else None
-    except Exception:  # some models have none, and raise anything
-        return None
-    return table.num_embeddings if isinstance(table, nn.Embedding) else None
-
-
 def _longest(tokenizer: Any, model: nn.Module) -> int | None:
-    """Return the largest number of tokens that the model takes; None if nothing tells it."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions)
     limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
@@ -160,7 +150,6 @@ def _longest(tokenizer: Any, model: nn.Module) -> int | None:
 
 
 def _padded(rows_by_name: dict[str, list[list[int]]], left: bool) -> dict[str, Tensor]:
-    """Turn lists of unequal length into tensors padded with zeros, in the mask too."""
     longest = max(map(len, rows_by_name["input_ids"]))
 
     def filled(row: list[int]) -> list[int]:

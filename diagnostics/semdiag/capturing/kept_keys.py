@@ -142,7 +142,6 @@ class Tiles:
 
 
 def _checked(estimate: str | Estimate, scores: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return what an estimate returned; refuse another shape, or what is no number."""
     name = estimate if isinstance(estimate, str) else getattr(estimate, "__qualname__", "The estimate")
     got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if got != shape:

@@ -250,7 +250,6 @@ class Padding:
         return (None, None) if learned else (own, remark)
 
     def _by_masks(self, call: AttentionCall) -> Told:
-        """Return the result of :meth:`queries` by the masks of running modules, the innermost first."""
         remark, crossing = None, False
         for masks in filter(None, reversed(self._running)):
             crossing |= masks.crossing

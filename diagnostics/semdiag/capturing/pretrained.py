@@ -267,7 +267,6 @@ def silent(transformers: Any) -> Iterator[None]:
 
 
 def _class_of(transformers: Any, named: Any, head: str) -> Any:
-    """Return the library's class that a configuration names, else ``AutoModel``."""
     listed = named.get("architectures") if isinstance(named, dict) else None
     name = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
     kind: Any = getattr(transformers, name, None) if head == "auto" and name.isidentifier() else None

@@ -192,7 +192,6 @@ def _library() -> Any:
 
 
 def _python_kernels() -> bool:
-    """Return whether a kernel in Python is distinguished from one below Python."""
     x, _ = torch.zeros(1, device="cpu"), _library()
     ours, theirs = torch.ops.semdiag.identity.default, torch.ops.aten.exp.default
     return python_kernel(ours, (x,), {}) is not None and python_kernel(theirs, (x,), {}) is None
@@ -232,7 +231,6 @@ def _modes() -> bool:
 
 
 def _storages() -> bool:
-    """Return whether tensors of one storage have the same address, and others do not."""
     x, y = torch.zeros(2, device="cpu"), torch.zeros(2, device="cpu")
     return address(x) == address(x[1:]) != address(y)
 

@@ -25,13 +25,11 @@ class TopK:
         sinks: number of first keys, after padding, that are always kept.
         window: keys less than this many positions from the query are always kept; 1 keeps the query's own key.
         block: above 1, k counts blocks of this many consecutive keys, from the first key that is not padding.
-        by: score of a block: ``weight``, the attention weight of its keys; ``best``, their largest score;
-            ``mean``, their mean score.
+        by: score of a block: its keys' attention ``weight``, or their largest (``best``) or ``mean`` score.
         shared: heads that keep the same keys, ranked by their mean attention weight over these heads: ``head``,
             each its own; ``group``, heads with the same key head; ``layer``, all heads of a layer.
         every: with ``shared="layer"``, number of consecutive layers that use the keys of the first of them.
-        centred: where queries also see later keys, whether ``window`` is the number of nearest keys in all, not of
-            those on each side.
+        centred: whether ``window`` counts the nearest keys in all, not those on each side.
         query_block: above 1, k keys or blocks are chosen for a tile of this many consecutive queries by the scores
             of the whole tile: the mean over the heads that share a choice (of ``best`` the largest). Where queries
             see no later keys, the blocks of the tile's own positions are kept, and count among the k. Tiles begin
@@ -80,8 +78,7 @@ class TopK:
 class TopP:
     """Each query keeps the fewest keys that hold a fraction p of its attention weight.
 
-    K_i holds the largest scores until Σ_{j in K_i} p_ij ≥ p; of equal scores, the one at the lower position comes
-    first.
+    K_i holds the largest scores until Σ_{j in K_i} p_ij ≥ p; of equal scores, the lower position is first.
 
     Source: nucleus sampling's rule, applied to attention (Lin et al. 2025, Twilight). Deviation: none.
 
@@ -156,8 +153,7 @@ class SkipTiles:
 
     A tile skips block n if max_{j in n} z_ij < max_{j in n or earlier} z_ij − λ for each of its queries i.
 
-    Source: Yuan et al. 2025, BLASST (arXiv 2512.12087), with exp(−λ) as its threshold. Deviation: see
-    :class:`~semdiag.mathematics.block_estimates.TileSums`.
+    Source: Yuan et al. 2025, BLASST (arXiv 2512.12087), with exp(−λ) as its threshold. Deviation: no sinks.
 
     Args:
         threshold: λ in nats, at least 0.

@@ -152,14 +152,12 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     to see the mask, a bias is learned, weights are dropped at random, or attention is written by hand, the mask is
     a tensor of B · H · Lq · Lk bytes. On a GPU the audit counts rows in which rounding could change the choice.
 
-    Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
-    Efficient Streaming Language Models with Attention Sinks. Deviation: none.
+    Source: the masks are those of docs/theory.md#quantities (S_i); sinks as in Xiao et al. 2023. Deviation: none.
 
     Args:
         model: any module that capture understands. What runs outside it stays unmasked.
         keep: :class:`TopK`, :class:`TopP`, :func:`Window`, :class:`RandomK`; or a dictionary of them by layer,
-            module name, or (module name, occurrence); or what :func:`~semdiag.capturing.loading.read_budget`
-            returns.
+            module name, or (module name, occurrence), which :func:`semdiag.read_budget` returns.
         partial: whether to go on if some attention cannot be masked; ``unmasked`` then lists it.
 
     Yields:

@@ -50,11 +50,9 @@ class TileSums:
 
     Over the visible pairs of a query i of the tile and a key j of the block, with scores z_ij in nats and weights
     p_ij: gap = max_i (max_{j in block} z_ij − max_{j in this or an earlier block} z_ij), ≤ 0. A kernel that goes
-    through the blocks in their order skips a tile whose gap is below −λ: its weights are below exp(−λ) times the
-    largest.
+    through the blocks in order skips a tile whose gap is below −λ.
 
-    Source: for the gap, Yuan et al. 2025, BLASST (arXiv 2512.12087), whose threshold is exp(−λ). Deviation: sinks
-    do not count in the running maximum.
+    Source: Yuan et al. 2025, BLASST (arXiv 2512.12087). Deviation: the running maximum is without sinks.
     """
 
     weight: Tensor  # Σ p_ij; over all blocks, the number of queries less the weight of sinks
@@ -70,10 +68,7 @@ class TileSums:
         return cls(none, hidden, none.clone(), none.clone(), hidden.clone())
 
     def add_(self, scores: Tensor, tiles: Tensor, block: int, sinks: Tensor | None = None) -> None:
-        """Add queries: scores (B, H, r, n), -inf for hidden keys; tiles (B, r), T where a query does not count.
-
-        ``sinks`` (H,) are further logits in the denominators.
-        """
+        """Add queries: scores (B, H, r, n), -inf for hidden keys; tiles (B, r), T where one does not count."""
         whole = scores.logsumexp(-1, keepdim=True)
         if sinks is not None:
             whole = torch.logaddexp(whole, sinks.to(scores.dtype)[:, None, None])
@@ -121,8 +116,7 @@ def quest_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, bl
     e_tn = max_{i in tile t} Σ_d max(q_id · min_{j in n} k_jd, q_id · max_{j in n} k_jd) ≥ max q_i · k_j.
     Arguments, result and unit as of :func:`mean_estimate`.
 
-    Source: docs/theory.md#blocks; Tang et al. 2024, Quest (mit-han-lab/Quest, evaluation/quest_attention.py).
-    Deviation: Quest chooses for one query; for a tile the largest bound of its queries counts.
+    Source: docs/theory.md#blocks; Tang et al. 2024, Quest. Deviation: a tile has its queries' largest bound.
 
     Example:
         >>> keys = torch.tensor([[[1.0, -1.0], [-1.0, 1.0]]])
@@ -140,8 +134,7 @@ def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: 
     With s the largest number up to 16 that divides both block sizes, a_uv = (1/s) Σ_{m<s} q_{su+s−1−m} · k_{sv+m},
     and e_tn = Σ_{u in t} Σ_{v in n} softmax_v(a_uv). Arguments as of :func:`mean_estimate`.
 
-    Source: docs/theory.md#blocks; Xu et al. 2025, XAttention (mit-han-lab/x-attention, xattn/src/Xattention.py).
-    Deviation: s = 16 where it divides; blocks are ranked, not taken up to a share of the weight.
+    Source: docs/theory.md#blocks; Xu et al. 2025, XAttention. Deviation: blocks are ranked, not cut at a share.
 
     Example:
         >>> one = torch.ones(1, 4, 1)
@@ -166,8 +159,7 @@ def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int
     s_o = mean_i p_{i, position(i) − o}, which are left out where queries see every key. Then
     e_tn = Σ_{j in n} v_j + mean_{i in t} Σ_{j in n} s_{position(i) − j}. Arguments as of :func:`mean_estimate`.
 
-    Source: docs/theory.md#blocks; Jiang et al. 2024, MInference (vertical-slash heads). Deviation: the weight of
-    all lines ranks blocks, not that of the best.
+    Source: docs/theory.md#blocks; Jiang et al. 2024, MInference (vertical-slash). Deviation: all lines count.
 
     Example:
         >>> last_tile_estimate(torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([0, 1]), 1, 1)

@@ -27,8 +27,7 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
 
     The r-th smallest and the r-th largest of n draws enclose the median with probability 1 − 2 P(Binomial(n, ½) <
     r), whatever the distribution: 50% for n = 2, 94% for 5 with r = 1. The largest r that reaches the confidence
-    is taken; if none does, r = 1, and the coverage says so. For ranges, the lower end comes from the low values
-    and the upper end from the high ones. No draw, and an empty range, are a ValueError.
+    is taken; if none does, r = 1, and the coverage says so. No draw, and an empty range, are a ValueError.
 
     Source: David and Nagaraja, Order Statistics, section 7.1. Deviation: ends of ranges instead of draws.
 
@@ -58,8 +57,7 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
 def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> float:
     """Return the time by which half of the runs have arrived, if some were stopped early.
 
-    The smallest time at which the estimated share of arrivals reaches ½; +inf if it never does. Each run arrived
-    or was stopped at its duration; without a run there is a ValueError.
+    The smallest time at which the estimated share of arrivals reaches ½; +inf if never. No run is a ValueError.
 
     Source: Kaplan and Meier 1958, through :func:`scipy.stats.ecdf`. Deviation: none.
 
@@ -85,9 +83,6 @@ NO_CLASS = -1  # predicted class where a logit is NaN: never right
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """Return the int64 class of the largest of (…, C) logits, the first of equal ones; ``NO_CLASS`` if one is NaN.
-
-    torch's argmax treats NaN as the largest, so a diverged model would be right at times.
-    """
-    classes = logits.argmax(-1)  # the position of a NaN, if there is one
+    """Return the int64 class of the largest of (…, C) logits, the first of equals; ``NO_CLASS`` if one is NaN."""
+    classes = logits.argmax(-1)  # the position of a NaN, if there is one, by which a diverged model would be right
     return classes.masked_fill(logits.gather(-1, classes[..., None])[..., 0].isnan(), NO_CLASS)

@@ -53,8 +53,7 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
     ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head, q (..., Lq, D), k (..., Lk, D), and
     eps the distance from 1 to the next number in the precision of the scores.
 
-    Source: docs/theory.md#mask-stability (γ_D: Higham, Accuracy and Stability, ch. 3). Deviation: four more
-    roundings, for the scale and for differences.
+    Source: docs/theory.md#mask-stability (Higham, ch. 3). Deviation: four more roundings: scale, differences.
 
     Example:
         >>> q, k = torch.ones(1, 64), torch.ones(3, 64)
@@ -70,11 +69,9 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
 def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
     """Return whether each row's set provably survives a change of the scores, S' = S, bool (...).
 
-    max_j dz_j − min_j dz_j < Δ, over all allowed keys, in nats: by so much a kept key leads a dropped one, and so
-    much can the lead shrink. False decides nothing.
+    max_j dz_j − min_j dz_j < Δ, over all allowed keys, in nats: kept keys keep their lead. False decides nothing.
 
-    Source: docs/theory.md#mask-stability. Deviation: if every score is off by at most ``rounding`` in all, Δ and
-    the range are off by at most four times that.
+    Source: docs/theory.md#mask-stability. Deviation: Δ and the range are off by at most four ``rounding``.
 
     Example:
         >>> certified(torch.tensor([0.1, 0.3]), torch.tensor([0.2, 0.2]))
@@ -104,8 +101,7 @@ def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) ->
     """Return |S ∩ S'|, int64 (C, ...): how many keys of S are still among the k largest scores after C changes.
 
     The m largest scores in S and the k − m largest outside make up S' for the largest m with s_(m) ≥ o_(k−m+1); a
-    tie at the boundary leaves the set unchanged. Scores z' are (C, ..., L), in nats; rows have more than k allowed
-    keys; ``out`` is working memory of that shape.
+    tie leaves the set unchanged. Scores z' (C, ..., L), nats, have over k allowed keys a row; ``out`` is memory.
 
     Source: docs/theory.md#mask-stability. Deviation: none.
 
@@ -175,8 +171,7 @@ def _holds_in_all(statement: str, name: str, broken: Tensor) -> Assumption:
 def weight_change_bound(score_range: Real) -> Tensor:
     """Bound the change of the weights of two rows over the same keys: ‖p(z) − p(z')‖₁ ≤ 2 tanh(range(dz)/4).
 
-    range(dz) = max dz − min dz ≥ 0 over the keys, nats. The bound, float64 and no logarithm, is at most ‖dz‖_∞ and
-    at most 2, and it is attained for every range.
+    range(dz) = max dz − min dz ≥ 0 over the keys, nats. The bound, float64, is no logarithm, and attained.
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.
 
@@ -192,8 +187,7 @@ def same_set_stability(log_odds: Real, score_range: Real) -> Bound:
 
     Between the rows the log odds of the largest weight stay within range(dz)/2 of the mean m of both rows:
     ξ = 2x(1 − x) with |ln(x/(1 − x))| = max(|m| − range(dz)/2, 0). m is that of
-    :func:`~semdiag.mathematics.softmax_stability.log_odds_of_largest`, +inf for a single key; range(dz) is in
-    nats.
+    :func:`~semdiag.mathematics.softmax_stability.log_odds_of_largest`, +inf for a single key; nats.
 
     Source: docs/theory.md#same-set. Deviation: not in the paper.
 

@@ -19,8 +19,7 @@ def paper_fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 
     Arguments and errors as of :func:`~semdiag.mathematics.softmax_stability.fixed_mask_stability`.
 
-    Source: paper, ξ of standard and input-agnostic attention (docs/theory.md#paper-stability). Deviation: none.
-    Below :func:`paper_form_threshold` it is too small for an ℓ1 constant, which the returned assumption says.
+    Source: paper (docs/theory.md#paper-stability). Deviation: none; too small below :func:`paper_form_threshold`.
 
     Example:
         >>> bound = paper_fixed_mask_stability([1.0, 90.0], 40)
@@ -55,10 +54,6 @@ def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Te
     """Return ln ξ_h of :func:`paper_heavy_hitter_stability`, without checks and assumptions.
 
     Source: paper, Thm 5 (docs/theory.md#paper-stability). Deviation: none.
-
-    Example:
-        >>> log_paper_heavy_hitter(2.0, 0.01, 5).exp().item()
-        149.2589...
     """
     gap = float64(separation).clamp(min=0)
     return float64(dispersion) - torch.log(float64(keys)) + log_one_plus_inverse(gap)
@@ -122,8 +117,7 @@ def truncations(
     """Return the change of each query's output if the query keeps its k largest scores, for each k of ``ks``.
 
     o(k) − o = τ (μ_kept − μ_dropped), with τ the dropped weight, and μ the weighted means of the values over kept
-    and dropped keys. A sink counts as a kept key of value 0. Where a row has at most k keys, the change is
-    rounding; NaN for rows without keys.
+    and dropped keys. A sink counts as a kept key of value 0. NaN for rows without keys.
 
     Source: docs/theory.md#truncation; not in the paper. Deviation: computed as the equal μ_kept − o.
 
@@ -207,10 +201,9 @@ def top_recall(
 ) -> Tensor:
     """Return the recall of the true top-k, (B, H, L) in [0, 1]: |S_i ∩ T_i| / |T_i|, T_i the largest scores' keys.
 
-    T_i are ``top`` ≥ 1 keys, or all allowed ones if there are fewer. Ties are broken arbitrarily. q (B, H, L, D)
-    and k (B, H, Lk, D) are scored as ``scale`` says; S_i are positions (B, H, L, K) int64, distinct in a row, -1
-    for none; ``allowed`` is broadcastable to (B, H, L, Lk). 0 for a query that keeps nothing, NaN if no key is
-    allowed.
+    T_i are ``top`` ≥ 1 keys, or all allowed ones if there are fewer. q is (B, H, L, D), k (B, H, Lk, D); S_i are
+    positions (B, H, L, K) int64, distinct in a row, -1 for none; ``allowed`` is broadcastable to (B, H, L, Lk). 0
+    for a query that keeps nothing, NaN if no key is allowed.
 
     Source: docs/theory.md#hashes-and-clusters; not in the paper. Deviation: none.
 

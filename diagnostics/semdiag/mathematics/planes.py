@@ -48,8 +48,7 @@ def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.
 def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Plane:
     """Return a plane through the origin along two of :func:`random_direction`, orthogonal in every tensor.
 
-    The distance from the origin is then hypot(x, y) · ‖origin‖. The second direction does not move a tensor of a
-    single number.
+    The distance from the origin is hypot(x, y) · ‖origin‖. The second direction leaves tensors of a single number.
 
     Source: docs/theory.md#empirical. Deviation: the second direction is made orthogonal to the first.
     """

@@ -57,9 +57,8 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
     """Return whether rounding to a format may make the lower of two scores equal to or larger than the higher one.
 
     Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
-    rounds above the largest finite number counts as that number; two such scores may always swap. Where one engine
-    rounded h and l, and another engine chose by its own rounding of the same scores (``engines`` is 2):
-    h − l ≤ 2(u(|h| + |l|) + 2η). Scores (...) are not NaN; bool (...).
+    rounds above the largest finite number counts as that number. Where another engine chose by its own rounding
+    (``engines`` is 2): h − l ≤ 2(u(|h| + |l|) + 2η). Scores (...) are not NaN; bool (...).
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -80,8 +79,7 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
 def last_places(difference: Tensor, score: Tensor, kind: NumberFormat) -> Tensor:
     """Return differences of scores (...) in units of the last place of a score (...) in a format, float64.
 
-    Formula: difference / 2^(max(⌊log₂|score|⌋, e) − p + 1), e the exponent of the smallest normal number. A score
-    above the largest finite number counts as that number; it is not NaN.
+    Formula: difference / 2^(max(⌊log₂|score|⌋, e) − p + 1), e the smallest normal number's exponent.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -102,8 +100,7 @@ _OWN = 1 + 2.0**-30  # covers the rounding of a bound in float64
 def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
     """Return finite numbers (...) rounded once to a format: to nearest, ties to even, with subnormals, saturating.
 
-    Formula: t · round(x'/t), x' = clamp(x, −M, M), t the unit in the last place of x', M the largest finite
-    number; float64, without a scale.
+    Formula: t · round(x'/t), x' = clamp(x, −M, M), t the last place of x', M the largest finite number; float64.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 
@@ -126,8 +123,7 @@ def _rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
 def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
     """Return an engine's scores in nats: operands in a format, sums in float32, then the score in the format.
 
-    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))), float64 (..., Lq, Lk); perhaps NaN where :func:`score_error` is
-    infinite. Arguments as there.
+    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))), float64; NaN where :func:`score_error` is inf, with its arguments.
 
     Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
 

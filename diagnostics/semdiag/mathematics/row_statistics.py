@@ -17,12 +17,7 @@ def _strip_statistics(
     received: Tensor | None,
     sinks: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return a strip's statistics by name, for :func:`_finished`; overwrite its scores.
-
-    ``load`` (of selected positions) and ``received`` (b, H, n) are added to in place. For K = 0 ``top`` is the
-    largest score alone; ``minimum`` is NaN if any score is; ``mean`` is Σ p z, for which statistics of S_i stand
-    where positions are selected.
-    """
+    """Return a strip's statistics, for :func:`_finished`; add to ``load``, ``received``; overwrite its scores."""
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
     found = {"keys": keys}
@@ -148,8 +143,7 @@ class RowStatistics:
     A_i are the keys that query i may attend to, S_i the keys that it attends to. Scores are in nats.
 
     With an attention sink s_h, the softmax has a further outcome, with score s_h and no value. It is not a key:
-    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. Logsumexps, entropy and weights include it: the keys'
-    weights sum to less than 1. The bounds ξ stay valid.
+    counts, ranges, gaps and loads (δ, Δ, l_j) exclude it. Logsumexps, entropy and weights include it.
     """
 
     keys: Tensor  # int64, n_i = |A_i|
@@ -186,8 +180,7 @@ class RowStatistics:
     def separation(self, k: int | None = None) -> Tensor:
         r"""Return the semantic separation Δ: the gap between the kept and the dropped scores, (B, H, Lq), nats.
 
-        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; +inf if nothing is dropped; ≤ 0 only for input-agnostic masks and
-        bottom-k. ``k`` and its error as of :meth:`dispersion`.
+        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; +inf if nothing is dropped. ``k`` as of :meth:`dispersion`.
 
         Source: paper, Def. 3 and eq. 22. Deviation: none.
         """
@@ -210,8 +203,6 @@ class RowStatistics:
 
         m_i(k) = Σ_{j among the k largest} exp(z_j) / Σ_{A_i} exp(z_j), a sink counted in the denominator; NaN for
         a row without keys. ``k`` and its error as of :meth:`dispersion`.
-
-        Source: none; the mass that top-k would renormalise. Deviation: none.
         """
         self._check(k)
         share = (self.top[..., :k].logsumexp(-1) - self.log_sum_exp).exp()

@@ -17,11 +17,9 @@ def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.G
     m = ⌊n · count / of⌋ or one more, at random, so that m is n · count / of on average. The n positions form a
     circle, which is rotated at random and cut into m/2 strata of neighbours; two queries are drawn from each (one
     from the last, if m is odd). No query is drawn twice, and every query has probability count / of. Columns 2s
-    and 2s + 1 belong to stratum s; -1 (at the end) if a head has one fewer; at least one column. The generator
-    gives 3 + ⌊n · count / of⌋ numbers per head.
+    and 2s + 1 belong to stratum s; -1 (at the end) if a head has one fewer; at least one column.
 
-    Source: stratified sampling; Cochran 1977, Sampling Techniques, §5.3. Deviation: the random rotation, without
-    which strata of unequal size would need weights.
+    Source: stratified sampling; Cochran 1977, Sampling Techniques, §5.3. Deviation: the random rotation.
 
     Example:
         >>> draw_queries(8, 2, 4, 8, np.random.default_rng(0)).tolist()
@@ -70,21 +68,18 @@ def sampled_estimates(
     """Estimate mean and percentiles of all queries from queries drawn with equal probability; 95% intervals.
 
     A statistic is linear in the queries up to its residuals e_i: (y_i - ȳ)/n for the mean, (u_i - p)/n for a
-    percentile, where u_i is 1 below it, 0 above, and a number in between for all that equal it up to rounding. The
-    variance of Σe_i is
+    percentile, where u_i is 1 below it, 0 above, and between for those equal to it. The variance of Σe_i is
 
         these sequences:   (1 - share) Σ over strata of 2 Σ e_i² - (Σ e_i)², two draws in each
         such sequences:    (c-1)/c Σ over sequences of (Σ e_i / (1 - w))², c sequences (clusters)
 
-    where w is the sequence's share of the draws (a draw that is left out has residual 0): the jackknife of a mean
-    over sequences of unequal length, in which Σ e_i / (1 - w) is the change from leaving out the whole sequence.
-    Student's degrees of freedom are Satterthwaite's: if sequences differ only in their levels, with equal
-    variance, their changes have covariances proportional to
+    where w is the sequence's share of the draws: the jackknife of a mean over sequences of unequal length, in
+    which Σ e_i / (1 - w) is the change without the sequence. Student's degrees of freedom are Satterthwaite's: if
+    sequences differ only in their levels, with equal variance, their changes have covariances proportional to
 
         M_st = k_s k_t ([s = t] - w_s - w_t + Σ w²), k = w / (1 - w)
 
-    and the sum of their squares has (Σ M_ss)² / Σ M_st² degrees of freedom: c - 1 for equal lengths, fewer if some
-    weigh more.
+    and the sum of their squares has (Σ M_ss)² / Σ M_st² degrees of freedom: c - 1 for equal lengths, else fewer.
 
     The interval of the mean is Student's; for sequences like these, which may be few and skewed, Student's after
     Hall's transformation of t, with the skewness γ of the Σe_i of sequences and a = γ/(3√c):
@@ -95,9 +90,8 @@ def sampled_estimates(
     missing (NaN) if too few draws or effective sequences (degrees of freedom + 1) lie beyond.
 
     Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959 (the jackknife); Bell and McCaffrey 2002
-    (its degrees of freedom); Hall 1992, On the Removal of Skewness by Transformation; Woodruff 1952, Confidence
-    Intervals for Medians; Wilson 1927. Deviation: Student's factor instead of Hall's normal one; Wilson's interval
-    with an effective number of draws, instead of Woodruff's normal one.
+    (its degrees of freedom); Hall 1992 (skewness); Woodruff 1952 (medians); Wilson 1927. Deviation: Student's
+    factor instead of Hall's; Wilson's interval with an effective number of draws for Woodruff's.
 
     Values (n,) that are not finite do not count; samples and strata (n,) number each query's sequence, and its
     stratum within one sequence and head; a query is drawn with the probability ``share``. The result is the mean,

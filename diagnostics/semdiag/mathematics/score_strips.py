@@ -67,10 +67,7 @@ class Scores:
     places: Tensor | None = None
 
     def strips(self, size: int) -> Iterator[ScoreStrip]:
-        """Yield strips of rows of at most ``size`` scores, as far as whole rows allow.
-
-        Strips share their memory: finish with one before taking the next.
-        """
+        """Yield strips of whole rows, of about ``size`` scores; they share their memory: finish one first."""
         batch, all_heads = self.q.shape[:2]
         length, k_length = self.q.shape[2] if self.places is None else self.places.shape[2], self.k.shape[2]
         shared = all_heads // self.k.shape[1]  # query heads that share a key head stay together
@@ -172,11 +169,7 @@ def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows (b, H, r, n) of queries at ``places`` (b, H, r); a negative place gives an arbitrary row.
-
-    The first three axes of ``values`` (b, H, Lq, n) may have length 1; the result is ``values`` itself if all its
-    queries share one row.
-    """
+    """Return rows (b, H, r, n) of values broadcastable to (b, H, Lq, n); for negative places an arbitrary one."""
     if values.shape[2] == 1:
         return values
     sample, head = (torch.arange(length, device=values.device) for length in places.shape[:2])
@@ -187,10 +180,7 @@ def rows_of(values: Tensor, places: Tensor) -> Tensor:
 def part_of(
     values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, seen: int | None = None
 ) -> Tensor | None:
-    """Return some samples, queries and the ``seen`` first keys of a tensor broadcastable to (B, H, Lq, Lk).
-
-    The result has four axes, of which those of length 1 keep that length; None stays None.
-    """
+    """Return a part, with four axes, of a tensor broadcastable to (B, H, Lq, Lk); axes of length 1 stay whole."""
     if values is None:
         return None
     values = values[(None,) * (4 - values.ndim)]
@@ -217,8 +207,6 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th score,
     of which only those with the largest maxima are searched. Rows in which an omitted score may be as large as a
     chosen one are sorted instead. Beyond the number of keys values are -inf and positions arbitrary.
-
-    Source: none; exact, whatever the grouping. Deviation: none.
 
     Example:
         >>> values, positions = largest_scores(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
@@ -342,9 +330,8 @@ class AttentionRows:
 def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """Return the constants of rows with a fixed set of keys: full, banded, block-local, random; global tokens.
 
-    δ_i ≥ 0 in nats is the largest over everything compared, k_i the number of keys, 0 for a padded query, which
-    does not count; both (..., queries). A negative or NaN dispersion, and a number of keys that is no integer ≥ 0,
-    are a ValueError.
+    δ_i ≥ 0 in nats is the largest over everything compared, k_i ≥ 0 the number of keys, 0 for a padded query; both
+    (..., queries). Other values are a ValueError.
 
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
 
@@ -370,8 +357,7 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
     Arguments and errors as of :func:`fixed_mask_rows`; ``separation`` is Δ_i in nats, the smallest over everything
     compared, +inf where nothing is masked. Constants are +inf in rows with Δ_i ≤ 0.
 
-    Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's ξ_h is
-    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`.
+    Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's is other.
 
     Example:
         >>> heavy_hitter_rows(2.0, [0.5, float("inf")], 5).log_row.exp()

@@ -148,9 +148,8 @@ def judge_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return, for each row that counts, a grade, its worst chosen and k-th scores, and its best dropped score.
 
-    A row is right if no dropped key has a larger score than the worst chosen one. Grades are indices into
-    ``GRAVITY``, int8; scores are float64, NaN where nothing was chosen or nothing dropped. NaN as an allowed key's
-    score is an InputError.
+    A row is right if no dropped key scores above the worst chosen one. Grades are indices into ``GRAVITY``, int8;
+    scores are float64, NaN where nothing was chosen or dropped. NaN for an allowed key is an InputError.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -161,8 +160,7 @@ def judge_rows(
         allowed: keys that each row may choose.
         kind: format to which the engine rounded these scores before it chose.
         engines: 1 if the engine chose by these scores, 2 if another engine rounded them.
-        error: (rows, n) ≥ 0, largest distance of recomputed scores from the engine's. None means that the engine
-            chose by these scores.
+        error: (rows, n) ≥ 0, largest distance of recomputed scores from the engine's; None if these are its own.
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1
@@ -344,10 +342,7 @@ def _places_in(keys: Tensor, others: Tensor) -> Tensor:
 def overlaps(first: Tensor, second: Tensor) -> Tensor:
     """Return the overlap in [0, 1] of each row's two sets of keys, float64.
 
-    Formula: |A ∩ B| / max(|A|, |B|), 1 if both are empty. A and B are int64 (rows, k), distinct in a row, -1 for
-    none.
-
-    Source: not in the paper. Deviation: none.
+    Formula: |A ∩ B| / max(|A|, |B|), 1 if both are empty; int64 (rows, k), distinct in a row, -1 for none.
 
     Example:
         >>> overlaps(torch.tensor([[4, 2]]), torch.tensor([[7, 4]])).tolist()
@@ -363,8 +358,6 @@ def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
 
     Formula: Σ_{A \ B} w_j / Σ_A w_j; NaN where A has no weight. A and B as of :func:`overlaps`, w ≥ 0 (rows, k).
 
-    Source: not in the paper. Deviation: none.
-
     Example:
         >>> weight_lost(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]), torch.tensor([[3.0, 1.0]])).tolist()
         [0.25]
@@ -377,11 +370,10 @@ def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
 def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]:
     """Return the margin of each row's top-k, float64 (rows,), and whether it is certified, bool (rows,).
 
-    Formula: margin Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u
-    = 2^−p and η half the smallest subnormal number of the format: the k largest are the same keys after every
-    score is rounded once to the format. A row that drops no key with a finite score, or keeps only infinite ones,
-    has the margin +∞, and is certified. Scores (rows, n) are not NaN; -inf, or less than half the lowest number of
-    their dtype, where a mask forbids the key.
+    Formula: Δ = z_(k) − z_(k+1), scores in descending order. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η, u = 2^−p
+    and η half the format's smallest subnormal: the same k keys are largest after each score is rounded. A row that
+    drops no key with a finite score, or keeps only infinite ones, has the margin +∞, and is certified. Scores
+    (rows, n) are not NaN; -inf, or less than half the lowest number of their dtype, where a mask forbids the key.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 

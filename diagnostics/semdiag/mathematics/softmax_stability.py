@@ -12,8 +12,7 @@ from semdiag.mathematics.spectral_norms import Real, broadcast, float64, log_one
 def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
     """Return ln of the largest weight that a softmax row of k keys and range δ can give to one key.
 
-    p̄(δ, k) = e^δ / (e^δ + k − 1), of which ln is in [−ln k, 0]. Arguments and errors as of
-    :func:`fixed_mask_stability`.
+    p̄(δ, k) = e^δ / (e^δ + k − 1), ln in [−ln k, 0]. Arguments and errors as of :func:`fixed_mask_stability`.
 
     Source: docs/theory.md#largest-weight. Deviation: the paper's e^δ/k can exceed 1.
 
@@ -28,12 +27,10 @@ def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
 def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
     """Return ξ of a row whose set of keys does not depend on its scores: full, banded, block-local, random.
 
-    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key. No smaller constant holds for all pairs of
-    rows of range ≤ δ (for δ > 0). δ ≥ 0, in nats, is the larger of the two rows' ranges over the k ≥ 1 unmasked
-    keys; other values are a ValueError.
+    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key. No smaller constant holds for all rows of
+    range ≤ δ. δ ≥ 0, nats, is the larger range over the k ≥ 1 unmasked keys; else a ValueError.
 
-    Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k, kept in
-    :func:`~semdiag.mathematics.paper_stability.paper_fixed_mask_stability`.
+    Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k.
 
     Example:
         >>> fixed_mask_stability([1.0, 90.0], 40).log_value.exp()
@@ -55,12 +52,10 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
 
     ξ_h = ξ*(δ_h, k) + max over 0 ≤ d ≤ δ_h of 2 p̄(d, k) / (2Δ_h + d), with δ_h the larger range and Δ_h the
     smaller separation of both rows, in nats, +inf where every allowed key is unmasked; k is the same in both rows.
-    ln ξ_h is +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as not met. Errors as of
-    :func:`fixed_mask_stability`; a NaN Δ is a ValueError.
+    ln ξ_h is +inf where Δ_h ≤ 0, not met. Errors as of :func:`fixed_mask_stability`, for a NaN Δ too.
 
-    Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
-    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. That both rows keep their own top-k
-    set is checked by :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability`.
+    Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form. That both rows keep their
+    top-k is checked by :func:`~semdiag.mathematics.mask_stability.heavy_hitter_pair_stability`.
 
     Example:
         >>> bound = heavy_hitter_stability(2.0, [0.01, -0.01], 5)
@@ -77,8 +72,7 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
 def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
     """Return the row form for a fixed set of keys: ‖p(z) − p(z')‖₁ ≤ min(k ξ*, 1) ‖z − z'‖_∞.
 
-    k ξ* ≥ 1 for every k ≥ 2, so the constant is 1, and 0 for a single key, whatever the dispersion. Arguments and
-    errors as of :func:`fixed_mask_stability`.
+    It is 1, as k ξ* ≥ 1 for k ≥ 2; 0 for a single key. Arguments and errors as of :func:`fixed_mask_stability`.
 
     Source: docs/theory.md#row-form. Deviation: not in the paper, which uses ‖z − z'‖₁.
 
@@ -94,8 +88,7 @@ def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
 def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
     """Return the row form for a top-k set: ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, max(1, 2/Δ_h)) ‖z − z'‖_∞.
 
-    If nothing is masked (Δ_h = +inf), it is the fixed set's min(k ξ*, 1). Arguments and errors as of
-    :func:`heavy_hitter_stability`.
+    With Δ_h = +inf it is the fixed set's min(k ξ*, 1). Arguments and errors as of :func:`heavy_hitter_stability`.
 
     Source: docs/theory.md#row-form. Deviation: not in the paper.
 
@@ -163,8 +156,7 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
     """Return ln ξ_loc of each row: the ℓ1 → ℓ1 norm of the softmax Jacobian at the row.
 
     ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k), attained by the largest weight, accurate even if that rounds to 1.
-    From scores in nats and selected keys (bool), both (..., keys), it is float64 (...), in [−∞, ln ½]; −∞ for a
-    single key. A row that selects no key is a ValueError.
+    Scores in nats, selected keys: (..., keys). −∞ for a single key; a row without keys is a ValueError.
 
     Source: docs/theory.md#local-stability. Deviation: not in the paper.
 
@@ -208,8 +200,7 @@ def local_stability_of_weight(largest: Tensor) -> Tensor:
 def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
     """Return ‖p(z) − p(z')‖₁, each row with its own mask; (...), float64, in [0, 2].
 
-    z and z' are in nats, (..., keys), and bool tensors of the same shape name the keys in their softmax. A row
-    that selects no key is a ValueError.
+    z and z' in nats, and bools for the keys of each, are (..., keys). A row without keys is a ValueError.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: none.
 
@@ -227,8 +218,7 @@ def score_change(
 ) -> Tensor:
     """Return ‖z − z'‖ in nats over the keys of either row, S ∪ S'.
 
-    Arguments as of :func:`weight_change`; ``order`` 1 is the sum, ``math.inf`` the largest entry, and any other a
-    ValueError.
+    Arguments as of :func:`weight_change`; ``order`` 1 is the sum, ``math.inf`` the largest; else a ValueError.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper sums over all keys.
 
@@ -250,8 +240,7 @@ def score_change(
 def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
     """Return the unevenness of the scores' change: max − min of z − z', nats, over the keys of either row.
 
-    Adding a number to all scores of a row changes neither the weights nor this range; it is 0 if no key is used.
-    Arguments as of :func:`weight_change`.
+    The same number added to all scores changes nothing; 0 without keys. Arguments as of :func:`weight_change`.
 
     Source: docs/theory.md#same-set. Deviation: none.
 
@@ -283,10 +272,7 @@ _NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to ro
 
 
 def _log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
-    """Return ln κ, the largest change of weights per unit of ‖z − z'‖₁ from swapping one key.
-
-    κ = max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): docs/theory.md#heavy-hitter-stability; 0 for Δ = +inf.
-    """
+    """Return ln κ, the cost of swapping a key: κ = max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d); 0 for Δ = +inf."""
     delta, gap, k = broadcast(dispersion, separation, keys)
     gap = gap.clamp(min=0)
     inner = torch.minimum(_stationary_height(gap, k), delta)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall
-from semdiag.capturing.batches import Batch, samples_of
+from semdiag.capturing.batches import Batch, named_embedding, samples_of
 from semdiag.measuring.calls.collector import NotAvailableError
-from semdiag.measuring.training_runs import TokenTables, named_embedding, token_ids
+from semdiag.measuring.training_runs import TokenTables, token_ids
 
 _ROUNDING = 16  # units in the last place of the largest entry, for reordered sums
 

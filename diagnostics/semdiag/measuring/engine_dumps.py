@@ -67,9 +67,8 @@ def read_routed_experts(path: str | Path, layers: int | None = None, k: int | No
     """Read which experts (or keys) an engine chose, (tokens, layers, k) int64, for ``semdiag selections``.
 
     vLLM (#28284): ``RequestOutput.outputs[0].routed_experts`` in an .npz or .safetensors. SGLang (#12162):
-    ``meta_info["routed_experts"]`` or ``["indexer_topk"]`` of a response (.json), base64 of int32, for which
-    ``layers`` and ``k`` must be named. Megatron: ``RouterReplay.get_recorded_data()``, a list by layer of (tokens,
-    k), in a .pt.
+    ``meta_info["routed_experts"]`` or ``["indexer_topk"]`` of a response (.json), base64 of int32; name ``layers``
+    and ``k``. Megatron: ``RouterReplay.get_recorded_data()``, a list by layer of (tokens, k), in a .pt.
     """
     path = Path(path)
     if path.suffix == ".json":

@@ -57,23 +57,20 @@ def measure(
 ) -> Measurements:
     """Measure dispersion, separation and key load of every query of every attention layer, of any model.
 
-    The model is not changed: it runs without gradients in evaluation mode, and every module's mode is restored. It
-    is copied only if it must be moved or converted.
+    The model is not changed: it runs without gradients in evaluation mode, as a copy if moved or converted.
 
     Args:
         model: model from :func:`semdiag.load`, or any module of your own.
         batches: inputs of the model: a tensor, a dictionary of keyword arguments or a tuple of positional ones; or
             an iterable of them, which is read one batch at a time. One tensor or dictionary is cut into batches.
         labels: (N,) classes, for the accuracy of semdiag's own models; refused for others.
-        queries: number of queries drawn per sample and head of the longest sequence, and the same fraction of all
-            others. None means all. Every query has the same probability, so plain means and percentiles are
-            estimates; no score of the others is computed. Extremes and key loads are over the drawn queries. Of an
-            iterator, the first batch decides on the longest length.
+        queries: number of queries drawn per sample and head of the longest sequence (of an iterator, in the first
+            batch), and the same fraction of all others. None means all. Every query has the same probability, so
+            plain means and percentiles are estimates. Extremes and key loads are over the drawn queries.
         real: (N, L) bool over all samples, false for padding; padded queries are left out. By default it is read
             from the usual arguments (``attention_mask``, ``key_padding_mask``, …).
         inputs: origin of the inputs, for the report.
-        k: counterfactual number of heavy hitters, or several; each adds columns for every query. Of several,
-            those above the number of keys are left out, with a remark.
+        k: counterfactual number of heavy hitters, or several (those above the number of keys are left out).
         batch_size: number of samples at a time, if ``batches`` is one tensor or dictionary.
         samples: number of first samples to measure; no batch after them is read. None means all.
         device: device on which to run; None means the model's.
@@ -184,7 +181,6 @@ def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
 
 
 def _add_remarks(audit: Audit, loaded: LoadedModel, draws: QueryDraws, left_out: set[int]) -> None:
-    """Remark on queries that were not drawn, on each k that was left out, and on a mask unfit for its task."""
     texts = [(text, "queries-drawn") for text in draws.remarks]
     texts += [(f"k = {k} is left out: no query has that many keys", "k-left-out") for k in sorted(left_out)]
     if isinstance(loaded.module, Encoder) and loaded.task in TASKS:

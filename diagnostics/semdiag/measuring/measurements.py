@@ -252,10 +252,7 @@ class Measurements:
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
-        """Join the measurements of several models, with the entries of the provenance on which all agree.
-
-        None at all, or two models with the same path, are an InputError.
-        """
+        """Join measurements, with the provenance on which all agree; none, or a model twice, is an InputError."""
         parts = list(parts)
         if not parts:
             raise InputError("There are no measurements to join.")
@@ -288,11 +285,7 @@ class Measurements:
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
-        """Read what :meth:`save` wrote.
-
-        A file that is missing or damaged (differs from ``SHA256SUMS``, if present), and a column that is missing
-        or has another type, are an InputError.
-        """
+        """Read what :meth:`save` wrote; files and columns that are missing, damaged or wrong are an InputError."""
         folder = Path(folder)
         _check_sums(folder, _files(folder))
         try:

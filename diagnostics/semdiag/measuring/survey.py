@@ -241,7 +241,6 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
 
 
 def _cut(batches: list[Batch], first: int | None, source: str) -> tuple[list[Batch], None, str]:
-    """Return the first samples of inputs without labels, and their origin."""
     held = sum(map(samples_of, batches))
     if first is None or first == held:
         return batches, None, source

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from semdiag.capturing.batches import MASK_NAMES, Batch, entries
@@ -25,15 +25,6 @@ def token_ids(batch: Batch) -> dict[str | int, Tensor]:
     given = [(name, x) for name, x in entries(batch) if isinstance(x, Tensor) and name not in _NO_TOKENS]
     given.sort(key=lambda entry: entry[0] != "decoder_input_ids")
     return {name: x for name, x in given if x.ndim == 2 and x.dtype in (torch.int64, torch.int32)}
-
-
-def named_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the module that a model names as its input embedding, like transformers' models; None if none."""
-    try:
-        named = model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, TypeError, NotImplementedError):
-        return None
-    return named if isinstance(named, nn.Module) else None
 
 
 class TokenTables(TorchFunctionMode):

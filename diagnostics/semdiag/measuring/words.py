@@ -76,10 +76,7 @@ def interval(
     between: str = "",
     unknown: str = UNKNOWN,
 ) -> str:
-    """Return an interval, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
-
-    Without a form, its ends have three digits, or as many as distinguish them.
-    """
+    """Return an interval, like ``92.6–93.1`` or ``-0.2 to 0.1``; by default its ends have digits that differ."""
     first, last = factor * number_from_json(low), factor * number_from_json(high)
     if math.isnan(first) or math.isnan(last):
         return unknown

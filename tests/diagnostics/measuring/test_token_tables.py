@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from semdiag.measuring.training_runs import TokenTables, named_embedding, token_ids
+from semdiag.capturing.batches import named_embedding
+from semdiag.measuring.training_runs import TokenTables, token_ids
 
 IDS = torch.tensor([[3, 1, 4, 1], [0, 5, 2, 5]])
 

@@ -123,7 +123,6 @@ class Products:
     def _weighted(
         self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
     ) -> AttentionCall | None:
-        """Handle a product of weights with another tensor; return the attention that it completes, if any."""
         softmax, axes, axis = tag.softmax, tag.axes, tag.softmax.axis
         if softmax.done:
             return None
@@ -331,7 +330,6 @@ def _one_key_product(
 
 
 def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
-    """Return why weights that met values are not captured; None if they can be."""
     fixed = tag.softmax.keys_fixed(axis)
     reasons = {
         "its weights were summed or averaged over rows or heads before they met values": tag.added_up,

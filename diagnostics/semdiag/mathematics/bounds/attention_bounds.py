@@ -31,9 +31,8 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
     """Return ln λ_A, (...), of u ↦ (Σ_j p_ij u_j)_i, from each token's own load, with the rows' assumptions.
 
     λ_A = max_l [ Σ_{i : l∈S_i} p̄_i + Ξ( ΓΞ min(s_l ξ_l, split_l) + ΓΞ̃ Σ_{i : l∈S_i} ξ_i ) ]:
-    token l as value, as query and as key. Rows are (..., L), norms (...) or broadcasting to it; ``selected`` is
-    S_i, bool (..., L, L), query by key, for heavy-hitter masks the union S_i ∪ S'_i over all compared inputs; a
-    map that is not square is a ValueError.
+    token l as value, query and key. Rows are (..., L), norms broadcast; ``selected`` is S_i, bool (..., L, L), for
+    heavy-hitter masks the union S_i ∪ S'_i over all compared inputs; a map that is not square is a ValueError.
 
     Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for all rows.
 
@@ -59,9 +58,8 @@ def attention_map_bound_from_load(
 ) -> Bound:
     """Return ln λ_A, shape (...), from the largest key load alone, without the mask.
 
-    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, split_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j over
-    everything that is compared, and m = 2 for heavy-hitter masks, whose unions can double a load. Rows (...,
-    queries) and norms as of :func:`attention_map_bound`.
+    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, split_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j over all
+    inputs, and m = 2 for heavy-hitter masks, else 1. Rows and norms as of :func:`attention_map_bound`.
 
     Source: docs/theory.md#attention-map. Deviation: coarser than :func:`attention_map_bound`, never smaller.
 
@@ -113,8 +111,7 @@ def paper_attention_map_bound(
 
     Full attention (β = 1) and fixed masks: e^δ [β + ΓΞ²(1 + β)];
     heavy-hitter masks: e^δ_h [β + 2ΓΞ²(1 + β)(1 + 1/Δ_h)], +inf where Δ_h ≤ 0.
-    δ is the largest over the queries and Δ_h the smallest (or percentiles), in nats, None for masks that ignore
-    the scores; β = max_j l_j / k.
+    δ is the queries' largest, Δ_h their smallest (or percentiles), nats; None for fixed masks; β = max_j l_j / k.
 
     Source: paper, Thm 2 with Thm 4 (fixed masks) and Thm 5 (docs/theory.md#paper-attention). Deviation: none.
 

@@ -69,8 +69,7 @@ class Assumption:
 class Bound:
     """An upper bound, as a natural logarithm, with all its assumptions.
 
-    If an assumption fails, its value is +inf where no guarantee is left (a separation ≤ 0), else the formula's
-    value; :attr:`unmet` says why not to rely on it.
+    If an assumption fails, its value is +inf where no guarantee is left, else the formula's; see :attr:`unmet`.
 
     Example:
         >>> Bound(torch.tensor([0.0, 2.0]), (Assumption("k is the same", {}, holds=True),), "Thm 5").holds
@@ -161,11 +160,9 @@ def log_input_constant(block: BlockConstants) -> Tensor:
 def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
     """Return ln λ (...) of each parameter tensor by name: how far the block's output moves per unit of it.
 
-    Heads are combined by the root of the sum of squares, as one tensor holds all of them. W_q has b_q as its last
-    column; b_k has −∞: it cancels.
+    Heads are combined by the root of the sum of squares. W_q has b_q as its last column; b_k has −∞: it cancels.
 
-    Source: docs/theory.md#parameters. Deviation: the paper has the four matrices of
-    :func:`log_paper_parameter_constants` and no biases.
+    Source: docs/theory.md#parameters. Deviation: the paper has four matrices and no biases.
     """
     a = block.attention
     log_tokens, log_scale = log(block.tokens), log(a.score_scale)

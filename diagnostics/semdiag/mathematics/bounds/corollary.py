@@ -43,8 +43,7 @@ def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, maske
     δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1; the left side is +inf where δ_s = 0 or Δ_h ≤ 0. δ_s of the full model
     and δ_h of the heavy-hitter model are at the same percentiles, Δ_h at the mirrored ones (100 − p), all in nats.
 
-    Source: paper, Cor. 1, eq. 304 (docs/theory.md#corollary). Deviation: none; to combine percentiles of different
-    queries is a heuristic.
+    Source: paper, Cor. 1, eq. 304 (docs/theory.md#corollary). Deviation: none; percentiles are a heuristic.
 
     Example:
         >>> paper_weight_condition(8.61, 3.51, 0.016).left_side.item()
@@ -79,9 +78,9 @@ def paper_input_condition(
 def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, load_ratio: Real) -> Condition:
     """Return the control: the paper's input condition for a mask that ignores the scores, with 2ΓΞ² = δ_s.
 
-    δ_f/δ_s + (1/δ_s) [ ln(δ_s (1 + β)/2 + β) − ln(1 + δ_s) ] < 1. In the worst case δ_f = δ_s it
-    holds only for β < 1, impossible for a mask with as many queries as keys. Its weight condition is δ_f/δ_s < 1.
-    Arguments and result as of :func:`paper_input_condition`, with δ_f for δ_h and the largest load for β.
+    δ_f/δ_s + (1/δ_s) [ ln(δ_s (1 + β)/2 + β) − ln(1 + δ_s) ] < 1. If δ_f = δ_s it holds only for
+    β < 1, impossible with as many queries as keys. Arguments and result as of :func:`paper_input_condition`, with
+    δ_f for δ_h and the largest load for β.
 
     Source: paper, Thm 4 (docs/theory.md#fixed-mask-control). Deviation: written like eq. 305 for comparison.
 
@@ -98,8 +97,7 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
 def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) -> Condition:
     """Return the sound comparison in the parameters W, for equal norms: Σ_i min(s_i ξ_i, row_i) of mask and full.
 
-    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L against 0, (...), from rows (..., queries). Never negative for k ≥ 2:
-    no mask has a better worst-case W-guarantee than full attention.
+    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L against 0, (...), from rows (..., queries). It is ≥ 0 for k ≥ 2.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 304, whose full constant grows with e^δ_s.
 

@@ -37,8 +37,7 @@ class Readout:
 def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the gradient of cross-entropy in the logits, softmax − one-hot: of norm ≤ √2, and small once learned.
 
-    Logits (..., classes) and int64 labels (...) give float64 (..., classes). 1 − p of the label is summed over the
-    other classes, for precision.
+    Logits (..., classes) and int64 labels (...) give float64 (..., classes).
 
     Source: docs/theory.md#local-form. Deviation: the paper takes √2 for its norm.
 
@@ -54,8 +53,7 @@ def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
 def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
     """Return ln of the change of the embedded sequence per unit (Frobenius) of the embedding table, float64 (...).
 
-    scale · sqrt(Σ_v count_v²), of the number of occurrences of each token id (..., vocabulary): a sequence of one
-    repeated token moves most. The scale is sqrt(d) in the paper's code.
+    scale · sqrt(Σ_v count_v²), of each token id's occurrences (..., vocabulary). The paper's scale is sqrt(d).
 
     Source: docs/theory.md#embedding. Deviation: the paper does not train an embedding in Thm 2.
 
@@ -100,8 +98,7 @@ def log_paper_parameter_bounds(blocks: Sequence[BlockConstants], readout: Readou
 def network_bound(log_parameters: dict[str, Tensor], assumptions: Sequence[Assumption] = ()) -> Bound:
     """Return λ_L = sqrt(Σ_g λ_g²), against the Euclidean norm of all parameters at once, in the broadcast shape.
 
-    It holds only for the inputs and parameters over which the constants of :func:`log_parameter_bounds` were
-    measured. Without a parameter there is a ValueError.
+    It holds only for the inputs and parameters that were measured. Without a parameter there is a ValueError.
 
     Source: paper, Thm 2 (docs/theory.md#network). Deviation: none.
 
@@ -179,8 +176,7 @@ def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def attention_reach(at: AttentionAtPoint) -> Tensor:
     """Bound ‖∂(Σ_h W_o mixed_i)/∂u_l‖₂ for each query i and token l, (L, L), for a fixed mask, in closed form.
 
-    Σ_h [ p_il ‖W_oW_v‖ + s p_il ‖W_o(v_l − v̄_i)‖ ‖W_kᵀq_i‖ + [i = l] s ‖W_o Cov_{p_i}(v, k) W_q‖ ]: token l as
-    value, as key and as query.
+    Σ_h [ p_il ‖W_oW_v‖ + s p_il ‖W_o(v_l − v̄_i)‖ ‖W_kᵀq_i‖ + [i = l] s ‖W_o Cov_{p_i}(v, k) W_q‖ ].
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
     """
@@ -225,9 +221,8 @@ def score_gradient_sums(
     """Bound the gradient in W_q, b_q and W_k, (3, H), from that of the loss in each head's mixed values, g_i.
 
     |s| Σ_i ‖Cov_{p_i}(k, v)‖ ‖g_i‖ times ‖u_i‖ for W_q and 1 for b_q; |s| Σ_i ‖q_i‖ ‖Cov_{p_i}(u, v)‖ ‖g_i‖ for
-    W_k, summed over queries and inputs. ‖C‖ is replaced by ‖C Cᵀ‖_F^(1/2) ≥ ‖C‖, plus the possible effect of
-    rounding on C. p is (B, H, L, L), rows of padded queries 0; q, k, v and g are (B, H, L, D), u (B, L, d); s = τ
-    / sqrt(d_head).
+    W_k, summed over queries and inputs. ‖C‖ is bounded by :func:`covariance_norms`. p is (B, H, L, L), rows of
+    padded queries 0; q, k, v and g are (B, H, L, D), u (B, L, d); s = τ / sqrt(d_head).
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 

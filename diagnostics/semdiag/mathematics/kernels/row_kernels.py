@@ -1,8 +1,7 @@
 """Row statistics as Triton kernels: two passes over q kᵀ, and no wait for the device.
 
-The first pass keeps what a running softmax needs of each row, and the maxima of groups of G keys. The (K+1)-th
-largest of these bounds the (K+1)-th score from below. The second pass appends the scores above the bound, which
-lie in at most K groups, and the first K+1 that equal it: K·G + K + 1 places suffice. The last kernel ranks them.
+The first pass keeps each row's running softmax, and the maxima of groups of G keys: the (K+1)-th largest
+bounds the (K+1)-th score from below. The second appends up to K·G scores above it, and K + 1 equal ones, to rank.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -408,8 +407,6 @@ def kernel_rows(
     (γ + 3 · 2^-22) S + u \|z\|: a number is the sum of two of 11 digits up to 2^-22, and of the four products the
     least is left out, again 2^-22, which is below γ for every width. For sums on tensor cores γ = n v / (1 - n v)
     with v = 2^-23 and n = 2 D, in float32 6 D; u = 2^-24. A soft cap c adds 2^-21 c.
-
-    Source: none; γ as in :func:`~semdiag.mathematics.rounding.score_error`. Deviation: none.
     """
     q = scores.q if scores.places is None else rows_of(scores.q, scores.places)
     tile = fitting_tile(q) if tile is None else tile

@@ -71,9 +71,8 @@ class Calls:
     def dispersion(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
         """Return the semantic dispersion δ of every query: the range of the scores that it attends to, in nats.
 
-        With a k, or several, each query would keep its k largest scores; None means the keys that the model really
-        attends to. There is one row per query and k, with the further columns keys, k (missing for None) and
-        dispersion, NaN for a query without keys. A k that is not in 1 … the capture's k is a ValueError.
+        With a k, or several, each query would keep its k largest scores. Further columns are keys, k (missing for
+        None) and dispersion (NaN without keys). A k that is not in 1 … the capture's k is a ValueError.
         """
         return self._table("query", "dispersion", k, lambda statistics, n: statistics.dispersion(n))
 
@@ -110,8 +109,7 @@ class Calls:
     def weights(self, layer: int, head: int | None = None) -> Tensor:
         """Return a layer's attention weights, the softmax of :meth:`scores`; rows without keys are zeros.
 
-        Arguments, shape and errors as of :meth:`scores`. With a learned logit in the denominator (attention
-        sinks), rows sum to less than 1.
+        Arguments, shape and errors as of :meth:`scores`. With attention sinks, rows sum to less than 1.
 
         Example:
             >>> from semdiag_models import Encoder, ModelConfig
@@ -131,10 +129,8 @@ class Calls:
         """Return the weight that groups of tokens give one another, from a capture with ``scores=True``.
 
         w(A, B) = mean over the queries i in A that attend to something of Σ_{j in B} p_ij: one row per layer, head
-        and pair of groups, with the columns group, to, queries and weight (NaN without queries). A group, by name
-        (image, text, register …), is bool, (L,) or (B, L). Layers whose keys are not their queries' tokens are
-        left out. Errors are those of :meth:`scores`, and an InputError if a group has another length or is not
-        bool.
+        and pair of groups, with the columns group, to, queries and weight (NaN without queries). A group is bool,
+        (L,) or (B, L), else an InputError. Layers whose keys are not their queries' tokens are left out.
         """
         parts = []
         for layer in range(len(self._layers)):
@@ -154,10 +150,9 @@ class Calls:
     def recall(self, indices: Mapping[int, Tensor]) -> pd.DataFrame:
         """Return what a choice of keys of your own keeps, from a capture with ``scores=True``.
 
-        Indices by layer are positions of the chosen keys, (B, H or 1, L, k), -1 for none. There is one row per
-        layer and head: queries (that attend to something), weight (mean weight of the chosen keys), top_weight
-        (that of as many largest), recall (share of those that were chosen). Errors are those of :meth:`scores`,
-        and an InputError if indices do not fit a layer.
+        Indices by layer are positions of the chosen keys, (B, H or 1, L, k), -1 for none. By layer and head:
+        queries (that attend to something), weight (mean weight of the chosen keys), top_weight (that of as many
+        largest), recall (share of those that were chosen). Indices that do not fit are an InputError.
         """
         parts = []
         for layer, chosen in indices.items():
@@ -195,19 +190,15 @@ class Calls:
     def residual(self) -> pd.DataFrame:
         """One row per layer: mechanism, mask, heads, calls, and the largest residual.
 
-        The residual is the largest relative deviation of softmax(scale · q kᵀ + …) v, recomputed on random rows of
-        all samples, heads and queries, from the layer's output: about 1e-7 in float32 if nothing was missed; NaN
-        with dropout in training mode.
+        The residual is the largest relative deviation of softmax(scale · q kᵀ + …) v, recomputed on random rows,
+        from the layer's output: about 1e-7 in float32 if nothing was missed; NaN with dropout in training mode.
         """
         self._arrivals.settle()
         return self._layers.table("").drop(columns="model")
 
     @property
     def audit(self) -> pd.DataFrame:
-        """What was not captured, and remarks on what was: what, module, operation, reason, times.
-
-        The column ``what`` is ``not captured`` for an operation that looks like attention, else ``remark``.
-        """
+        """What (``not captured``, or a ``remark`` on what was), module, operation, reason and times."""
         skipped = skipped_table("", self._audit, self._layers.modules).assign(what="not captured")
         remarks = remarks_table("", self._audit).rename(columns={"text": "reason"})
         both = pd.concat([skipped, remarks.assign(what="remark", operation="")], ignore_index=True)
@@ -312,8 +303,7 @@ def capture(
         k: the largest k for :meth:`Calls.dispersion` and its like. Each query keeps k + 1 scores.
         queries: number of queries of the first call that are drawn per sample and head; of other calls the same
             fraction is drawn. None means all. No score of the others is computed.
-        scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`: batch × heads ×
-            queries × keys numbers for each call, so for a few texts.
+        scores: whether to keep all scores, for :meth:`Calls.scores` and :meth:`Calls.weights`, of a few texts.
         real: (B, L) bool, false for padded queries. By default it is read from the arguments of each forward pass
             (``attention_mask``, …). :attr:`Calls.audit` lists the calls that it does not fit.
         seed: random seed for the draws.

@@ -477,7 +477,6 @@ def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:
 
 
 def _where(columns: dict[str, np.ndarray], keep: Tensor) -> dict[str, np.ndarray]:
-    """Return the entries to keep of every column."""
     if bool(keep.all()):
         return columns
     kept = _flat(keep)

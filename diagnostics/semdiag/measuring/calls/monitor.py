@@ -120,13 +120,11 @@ class Monitor:
 
     At every ``every``-th forward call in training mode, it scores a few query rows of each attention call: 8 (or
     ``queries``) random queries of 4 random samples, all heads. Outputs, gradients and random numbers equal those
-    of training without a monitor, to the last bit. It never stops training: if it fails, even on a full disk, or
-    cannot see some attention, it warns.
+    of training without a monitor, to the last bit. It never stops training: if it fails, it warns.
 
     For compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls of
     looks then run uncompiled, with other rounding (about 1e-7). Several threads may train the model: a look
-    belongs to the thread that began it, and other threads' forward calls meanwhile are only counted. Under
-    torch.distributed, every rank starts a monitor.
+    belongs to one, and others' forward calls are only counted. Under torch.distributed, every rank starts one.
 
     Two tables grow. ``table`` has one row per step, attention layer and occurrence of the layer in that step:
     ``step, layer, module, occurrence, rows`` (scored queries that are not padding), and medians over these rows of
@@ -135,16 +133,13 @@ class Monitor:
     also ``dispersion_kK``, ``separation_kK``, ``weight_kept_kK`` as if the K largest scores were kept.
     ``heads`` has one row per head of each of these: extremes over the same rows, defined in
     :func:`~semdiag.measuring.calls.monitor_heads.describe_heads`, and the rules that it crosses (``alarm``).
-    On a GPU no step waits for a look: its numbers arrive meanwhile, and it is written, and alarms, in a later
-    forward call or at the end.
+    On a GPU no step waits for a look: it is written, and alarms, in a later forward call or at the end.
 
     Args:
-        model: module whose forward calls are counted; an encoder of semdiag_models or any transformer that
-            :func:`semdiag.watch_attention` understands.
+        model: module whose forward calls are counted; any that :func:`semdiag.watch_attention` understands.
         every: number of forward calls in training mode from one look to the next; the first call is looked at.
         k: number of heavy hitters for the counterfactual columns, or several numbers.
-        path: ``.csv`` or ``.parquet`` file to which rows are appended; an existing one is continued. Rows of heads
-            go to ``NAME-heads`` beside it.
+        path: ``.csv`` or ``.parquet`` file, continued if it exists; rows of heads go to ``NAME-heads`` beside it.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
         log: function of a dictionary of numbers and the step, like ``wandb.log``. Keys are
             ``attention/layer_3/head_5/max_logit`` and, over the heads of a layer,
@@ -157,11 +152,9 @@ class Monitor:
             for norms. Each head alarms once per rule.
         on_alarm: ``warn`` (one warning per look), ``raise`` (:class:`~.monitor_alarms.AlarmError` after the
             forward call), or a function of each :class:`~.monitor_alarms.Alarm`.
-        accumulation: forward calls in training mode per step, if gradients are accumulated: only the first of a
-            step is looked at.
+        accumulation: forward calls in training mode per step, of which only the first is looked at.
         ranks: with ``all``, under torch.distributed, each look waits for all ranks, which then have the same rows
-            and alarms (:class:`~.monitor_reduction.Reduction`); rank 0 writes, logs and warns. With ``own``, each
-            rank is on its own.
+            and alarms; rank 0 writes, logs and warns. With ``own``, each rank is on its own.
         seed: random seed for the choice of samples and queries.
         queries: number of queries per sample; medians of more rows vary less from look to look.
         first_step: number of the first step, for resumed training; it warns if the file already has this step.

@@ -212,7 +212,6 @@ def _median(findings: Findings, model: str, quantity: str) -> str:
 
 
 def _sample_sentences(findings: Findings) -> list[str]:
-    """Return sentences on models with more queries or keys than are kept one by one."""
     sentences = []
     for name, rows in findings.measurements.sketches.groupby("model", sort=False):
         of = "drawn " * (name in drawn(findings))

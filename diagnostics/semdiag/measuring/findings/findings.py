@@ -162,7 +162,6 @@ def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
 
 
 def _with_distinct_labels(pairs: list[Pair], compared: list[str]) -> list[Pair]:
-    """Add the compared models' paths to labels that occur more than once."""
     labels = [pair.label for pair in pairs]
     more = [f", {path_tail(path, compared)}" for path in compared]
     return [
