@@ -219,14 +219,6 @@ def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
     return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, letters))
 
 
-def _wrap_titles(figure: Figure) -> None:
-    for ax in figure.axes:
-        title = ax.get_title(loc="left")
-        for text in ax.get_children() if title else ():
-            if isinstance(text, Text) and text.get_text() == title:
-                text.set_text(wrapped(ax, title, float(text.get_fontsize())))
-
-
 def panel_grid(
     panels: int, height: float = 2.7, *, sharex: bool = False, sharey: bool = True, columns: int | None = None
 ) -> tuple[PageFigure, list[Axes]]:
@@ -268,7 +260,11 @@ def finished(figure: Figure, note: str) -> Figure:
 
 def note_below(figure: Figure, text: str) -> None:
     """Add a note below the panels that explains the marks, and break titles that are too wide."""
-    _wrap_titles(figure)
+    for ax in figure.axes:
+        title = ax.get_title(loc="left")
+        for part in ax.get_children() if title else ():
+            if isinstance(part, Text) and part.get_text() == title:
+                part.set_text(wrapped(ax, title, float(part.get_fontsize())))
     letters = int(_LETTERS_PER_INCH * 7 / 9 * figure.get_figwidth())
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, letters)]
     figure.supxlabel("\n".join(lines), fontsize=9, color=FAINT)
@@ -325,7 +321,9 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     unknown = [name for name in formats if name not in _METADATA]
     if unknown:
         raise InputError(f"Figures are written as {', '.join(FORMATS)}. Got {unknown[0]}.")
-    _show_all(figure)
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
+            text.set_text(shown)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.parent / f"{path.name}.{name}" for name in formats]
     canvas, layout, dpi = figure.canvas, figure.get_layout_engine(), figure.get_dpi()
@@ -369,12 +367,6 @@ def _for_screens(svg: str) -> str:
     return svg.replace(
         "<defs>", f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style><defs>", 1
     )
-
-
-def _show_all(figure: Figure) -> None:
-    for text in figure.findobj(Text):
-        if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
-            text.set_text(shown)
 
 
 _BAND = "#8a8f94"
