@@ -311,7 +311,6 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-FORMATS = tuple(_METADATA)
 _PNG_DPI = 150
 
 
@@ -320,7 +319,7 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     """Write a figure in several formats; control characters in its texts become their escapes."""
     unknown = [name for name in formats if name not in _METADATA]
     if unknown:
-        raise InputError(f"Figures are written as {', '.join(FORMATS)}. Got {unknown[0]}.")
+        raise InputError(f"Figures are written as {', '.join(_METADATA)}. Got {unknown[0]}.")
     for text in figure.findobj(Text):
         if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
             text.set_text(shown)
@@ -334,8 +333,10 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
             getattr(get_registered_canvas_class(name)(figure), f"print_{name}")(file, metadata=_METADATA[name])
             figure.set_layout_engine("none")
             if name == "svg":  # tick labels are created while drawing, and are in it as comments
-                drawn = visible(file.read_text(encoding="utf-8"))
-                file.write_text(_for_screens(drawn), encoding="utf-8", newline="\n")
+                svg = visible(file.read_text(encoding="utf-8"))
+                svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # of the same widths
+                dark = f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style>"
+                file.write_text(svg.replace("<defs>", f"{dark}<defs>", 1), encoding="utf-8", newline="\n")
     finally:
         figure.set_canvas(canvas)
         figure.set_layout_engine(layout)
@@ -359,14 +360,6 @@ _RULES = (
     )
     + f'rect[fill="#f2f2f2"]{{fill:{_DARK["#f2f2f2"]}}}'
 )
-
-
-def _for_screens(svg: str) -> str:
-    """Give a picture colours for dark pages, and a font of the same widths where DejaVu Sans is missing."""
-    svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    return svg.replace(
-        "<defs>", f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style><defs>", 1
-    )
 
 
 _BAND = "#8a8f94"
