@@ -136,7 +136,6 @@ class _Ways:
 def _train(
     runs: "list[SweepRun]", folder: Path, ways: _Ways, workers: "Callable[[Sequence[Sequence[SweepRun]]], Workers]"
 ) -> list["RunResult"]:
-    """Train the unfinished runs; return the rows of all runs, which are also saved after every run."""
     from semdiag.commands.printing import SweepProgress
     from semdiag_models.sweep import Order, together, train_all
 

@@ -170,13 +170,12 @@ def _value(findings: Findings, rule: Rule, row: dict[Any, Any]) -> float:
 
 Entry = dict[str, Any]
 CONTENT = ("weights_sha256", *RUN_AND_SNAPSHOT, "attention", "k", "global_tokens")
-_RUN = ("task", "attention", "k", "seed", "snapshot")
 # Facts that must agree, the surest first: models may share weights, like full and top-k ones before training.
 _KNOWN_BY = (
     CONTENT,
     tuple(name for name in CONTENT if name != "snapshot"),  # a file under another name
     tuple(name for name in CONTENT if name != "weights_sha256"),  # trained again
-    _RUN,
+    ("task", "attention", "k", "seed", "snapshot"),
 )
 _PLACE = ("model", "task", "attention", "k")
 

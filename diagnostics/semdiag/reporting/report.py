@@ -274,7 +274,6 @@ def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.D
 
 
 def _picture(drawing: Drawing, findings: Findings, folder: Path, formats: Sequence[str]) -> Picture:
-    """Draw and save a figure; return its picture, or why there is nothing to show."""
     if not formats:
         return Picture(missing="no figure format was chosen.")
     try:

@@ -219,14 +219,6 @@ def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
     return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, letters))
 
 
-def _wrap_titles(figure: Figure) -> None:
-    for ax in figure.axes:
-        title = ax.get_title(loc="left")
-        for text in ax.get_children() if title else ():
-            if isinstance(text, Text) and text.get_text() == title:
-                text.set_text(wrapped(ax, title, float(text.get_fontsize())))
-
-
 def panel_grid(
     panels: int, height: float = 2.7, *, sharex: bool = False, sharey: bool = True, columns: int | None = None
 ) -> tuple[PageFigure, list[Axes]]:
@@ -268,7 +260,11 @@ def finished(figure: Figure, note: str) -> Figure:
 
 def note_below(figure: Figure, text: str) -> None:
     """Add a note below the panels that explains the marks, and break titles that are too wide."""
-    _wrap_titles(figure)
+    for ax in figure.axes:
+        title = ax.get_title(loc="left")
+        for part in ax.get_children() if title else ():
+            if isinstance(part, Text) and part.get_text() == title:
+                part.set_text(wrapped(ax, title, float(part.get_fontsize())))
     letters = int(_LETTERS_PER_INCH * 7 / 9 * figure.get_figwidth())
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, letters)]
     figure.supxlabel("\n".join(lines), fontsize=9, color=FAINT)
@@ -315,7 +311,6 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-FORMATS = tuple(_METADATA)
 _PNG_DPI = 150
 
 
@@ -324,8 +319,10 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     """Write a figure in several formats; control characters in its texts become their escapes."""
     unknown = [name for name in formats if name not in _METADATA]
     if unknown:
-        raise InputError(f"Figures are written as {', '.join(FORMATS)}. Got {unknown[0]}.")
-    _show_all(figure)
+        raise InputError(f"Figures are written as {', '.join(_METADATA)}. Got {unknown[0]}.")
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
+            text.set_text(shown)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.parent / f"{path.name}.{name}" for name in formats]
     canvas, layout, dpi = figure.canvas, figure.get_layout_engine(), figure.get_dpi()
@@ -336,8 +333,10 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
             getattr(get_registered_canvas_class(name)(figure), f"print_{name}")(file, metadata=_METADATA[name])
             figure.set_layout_engine("none")
             if name == "svg":  # tick labels are created while drawing, and are in it as comments
-                drawn = visible(file.read_text(encoding="utf-8"))
-                file.write_text(_for_screens(drawn), encoding="utf-8", newline="\n")
+                svg = visible(file.read_text(encoding="utf-8"))
+                svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # of the same widths
+                dark = f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style>"
+                file.write_text(svg.replace("<defs>", f"{dark}<defs>", 1), encoding="utf-8", newline="\n")
     finally:
         figure.set_canvas(canvas)
         figure.set_layout_engine(layout)
@@ -361,20 +360,6 @@ _RULES = (
     )
     + f'rect[fill="#f2f2f2"]{{fill:{_DARK["#f2f2f2"]}}}'
 )
-
-
-def _for_screens(svg: str) -> str:
-    """Give a picture colours for dark pages, and a font of the same widths where DejaVu Sans is missing."""
-    svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
-    return svg.replace(
-        "<defs>", f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style><defs>", 1
-    )
-
-
-def _show_all(figure: Figure) -> None:
-    for text in figure.findobj(Text):
-        if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
-            text.set_text(shown)
 
 
 _BAND = "#8a8f94"

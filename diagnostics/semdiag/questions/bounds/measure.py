@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -35,17 +34,14 @@ _SECANT_TOKENS = 400  # tokens of the inputs over which secants are taken, at mo
 _ROUNDING = 64 * torch.finfo(torch.float64).eps
 
 
-@dataclass(frozen=True)
-class Slope:
-    """The loss in one tensor, as natural logarithms; −inf for a slope that rounding hides."""
-
-    log_gradient: float  # ln ‖gradient‖ (Frobenius) of the mean loss
-    log_secant: float  # ln of the largest |loss(θ + ρ) − loss(θ)| / ‖ρ‖, moving that tensor alone
+# ln of the size of the mean loss's gradient, and of the largest |loss(θ + ρ) − loss(θ)| / ‖ρ‖, moving one tensor
+# alone; −inf for a slope that rounding hides
+Slopes = tuple[float, float]
 
 
 def parameter_slopes(
     encoder: Encoder, tokens: Tensor, labels: Tensor, seed: int, score_reach: float, still: Collection[str]
-) -> dict[str, Slope]:
+) -> dict[str, Slopes]:
     """Measure the mean cross-entropy's slopes in every parameter tensor; no secants of those that stand still."""
     encoder.zero_grad(set_to_none=True)
     for ids, classes in zip(torch.split(tokens, 25), torch.split(labels, 25), strict=True):
@@ -75,14 +71,14 @@ def parameter_slopes(
             x = block(x, valid)
         return float(F.cross_entropy(encoder.classify(x, valid), classes))
 
-    slopes = {}
+    slopes: dict[str, Slopes] = {}
     for tensor in tensors:
         gradient = tensor.values * 0 if tensor.gradient is None else tensor.gradient
         size = float(gradient.norm())
         log_secant = math.nan
         if tensor.name not in still:
             log_secant = _largest_secant(tensor, gradient, loss, start, rounding * (1 + abs(start)), generator)
-        slopes[tensor.name] = Slope(_log(size, rounding * total), log_secant)
+        slopes[tensor.name] = _log(size, rounding * total), log_secant
     encoder.zero_grad(set_to_none=True)
     return slopes
 
@@ -243,21 +239,20 @@ def _network_rows(forms: NetworkForms, local: LocalBounds | None) -> Iterator[Ro
 def _parameter_rows(
     encoder: Encoder,
     forms: NetworkForms,
-    slopes: dict[str, Slope],
+    slopes: dict[str, Slopes],
     local: LocalBounds | None,
     point: dict[str, float],
 ) -> Iterator[Row]:
-    unmeasured = Slope(math.nan, math.nan)
     for tensor in named_tensors(encoder):
-        slope = slopes.get(tensor.name, unmeasured)
+        log_gradient, log_secant = slopes.get(tensor.name, (math.nan, math.nan))
         paper = tensor.layer >= 0 and tensor.name.endswith(_PAPER_TENSORS)
         yield {
             "tensor": tensor.name, "layer": tensor.layer, "group": tensor.group,
             "ln_sound": float(forms.log_sound[tensor.bound]),
             "ln_paper": float(forms.log_paper[tensor.bound]) if paper else math.nan,
             "ln_local": math.nan if local is None else local.tensors[tensor.name],
-            "ln_point": point.get(tensor.name, math.nan), "ln_gradient": slope.log_gradient,
-            "ln_secant": slope.log_secant, "infinite": forms.infinite[tensor.bound], "holds": forms.sound.holds,
+            "ln_point": point.get(tensor.name, math.nan), "ln_gradient": log_gradient,
+            "ln_secant": log_secant, "infinite": forms.infinite[tensor.bound], "holds": forms.sound.holds,
         }  # fmt: skip
 
 

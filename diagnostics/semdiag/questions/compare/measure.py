@@ -168,7 +168,6 @@ def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[st
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
-    """Yield samples and queries whose weights fit into memory."""
     batch, heads, length, _ = call.q.shape
     rows = min(length, max(1, _ENTRIES // (heads * call.k.shape[2])))
     samples = max(1, _ENTRIES // (heads * call.k.shape[2] * length))

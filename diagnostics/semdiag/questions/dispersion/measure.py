@@ -29,8 +29,9 @@ class InitialisationPlan:
 
 def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     """Return the median over queries of all layers and heads, on the first samples of the run's measurement."""
-    file = _initialisation_of(subject)
-    if file is None:
+    path = Path(subject.model.path)
+    file = (path if path.is_dir() else path.parent) / _FILE
+    if subject.model.external or subject.model.snapshot != "last" or not file.is_file():
         return {"initialisation": INITIALISATION.empty()}
     tokens = subject.tokens[: plan.samples]
     measurements = measure(
@@ -40,14 +41,6 @@ def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mappi
     median = float(percentiles(measurements.queries["dispersion"])["p50"])
     row = {"model": subject.model.path, "samples": len(tokens), "dispersion": median}
     return {"initialisation": INITIALISATION.of_rows([row])}
-
-
-def _initialisation_of(subject: Subject) -> Path | None:
-    if subject.model.external or subject.model.snapshot != "last":
-        return None
-    path = Path(subject.model.path)
-    file = (path if path.is_dir() else path.parent) / _FILE
-    return file if file.is_file() else None
 
 
 PROBE = Probe(

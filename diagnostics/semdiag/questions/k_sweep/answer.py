@@ -232,7 +232,6 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
 
 
 def _grounds(findings: Findings, model: str) -> Iterator[str]:
-    """Yield what stands behind a verdict: lengths, samples, budgets, queries, training, the paper's conditions."""
     verdict, again = findings(sparse_verdict, model), rows_of(findings(change_table), model)
     yield from length_lines(findings, model)
     if verdict.samples:

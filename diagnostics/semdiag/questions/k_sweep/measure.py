@@ -111,7 +111,6 @@ def _scored(loaded: LoadedModel) -> bool:
 
 
 def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> dict[str, pd.DataFrame]:
-    """Return the tables of the model run with masks, on the inputs and on pieces of them of other lengths."""
     loaded, labels, seed = subject.model, subject.first[1], subject.seed
     most = max(1, seen.most_keys - 1)
     usual = rerun_ks(min(seen.largest, most)) if seen.every_k else few_ks(most + 1)

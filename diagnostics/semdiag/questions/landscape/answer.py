@@ -159,7 +159,6 @@ def landscape_contour(findings: Findings) -> Figure:
 
 
 def _common_scale(values: np.ndarray) -> Normalize:
-    """Return one scale for a quantity on all planes; logarithmic if it spans more than a factor of 30."""
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
     least = float(values[values > 0].min(initial=math.inf))

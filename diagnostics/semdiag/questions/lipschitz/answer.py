@@ -108,17 +108,14 @@ def estimate_findings(findings: Findings) -> list[Finding]:
         gradients = measured.loss_gradients
         scored = gradients[gradients["ln_point"].notna()]
         slopes = pd.concat([scored["slope"], measured.jacobians["norm"]])
-        near = pd.concat(
-            [scored["ln_point"], measured.jacobians["ln_exact"].fillna(measured.jacobians["ln_point"])]
-        )
+        blocks = measured.jacobians["ln_exact"].fillna(measured.jacobians["ln_point"])
+        near = pd.concat([scored["ln_point"], blocks])
         results.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
         bounds = gradients.groupby("group")["ln_sound"].max()
         known = gradients.groupby("group")["holds"].all()
         results.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
-        groups = measured.loss_secants["group"]
-        results.append(
-            _judged(model, SECANTS, measured.loss_secants["slope"], groups.map(bounds), groups.map(known))
-        )
+        slopes, groups = measured.loss_secants["slope"], measured.loss_secants["group"]
+        results.append(_judged(model, SECANTS, slopes, groups.map(bounds), groups.map(known)))
         norms = measured.jacobians
         finite = norms["ln_sound"] < math.inf
         results.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))

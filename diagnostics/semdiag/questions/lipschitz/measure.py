@@ -254,8 +254,6 @@ JACOBIANS = Table(
     "(ln_exact: largest column sum of the Jacobian, NaN for long inputs; ln_point: closed form).",
     columns_of("model str; layer sample int64; norm float64; settled bool; ln_sound ln_point ln_exact float64"),
 )
-
-
 TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, JACOBIANS)
 
 

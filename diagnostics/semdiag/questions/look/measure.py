@@ -94,19 +94,6 @@ def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], token
     return sample if tokens is None else replace(sample, tokens=[str(word) for word in tokens][:LONGEST])
 
 
-def _token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[str]]:
-    of_queries = of_keys = sample.tokens
-    if sample.targets is not None:
-        of_queries = sample.targets if "decoder" in call.module.lower() else sample.tokens
-        of_keys = sample.tokens if _is_crossing(call.module) else of_queries
-    return _fitting(of_queries, call.q.shape[2]), _fitting(of_keys, call.k.shape[2])
-
-
-def _is_crossing(module: str) -> bool:
-    """Return whether a module's name says that its keys are of another sequence than its queries."""
-    return any(word in module.lower() for word in CROSS)
-
-
 def _fitting(words: list[str] | None, length: int) -> list[str]:
     """Return the words if there is one for each of ``length`` positions, else the positions."""
     return words if words is not None and len(words) == length else [str(place) for place in range(length)]
@@ -253,13 +240,16 @@ class _Collector:
         if self.size > LARGEST:
             self.seen_layers.clear()
             return
-        queries, keys = _token_labels(call, self.sample)
+        module, words, of_queries = call.module.lower(), self.sample.tokens, self.sample.tokens
+        crossing = any(word in module for word in CROSS)
+        if self.sample.targets is not None and "decoder" in module:
+            of_queries = self.sample.targets
+        queries = _fitting(of_queries, call.q.shape[2])
+        keys = _fitting(words if crossing else of_queries, call.k.shape[2])
         with torch.autocast(call.q.device.type, enabled=False):  # as for the statistics
             scores = call.scores(exact)
         heads = _heads(rows, scores)
-        self.seen_layers.append(
-            SeenLayer(call.module, call.occurrence, queries, keys, _is_crossing(call.module), heads)
-        )
+        self.seen_layers.append(SeenLayer(call.module, call.occurrence, queries, keys, crossing, heads))
 
 
 def see(

@@ -138,7 +138,6 @@ def _weight_lost(scores: Tensor, later: Tensor, before: TopSet, changed: Tensor,
     return lost
 
 
-_COUNTS = ("queries", "not_covered", "changed", "tied", "changed_or_tied", "certified", "certified_changed")
 ROUNDED_MASKS = Table(
     "rounded_masks",
     "One row per number format, sample, layer and head: how many of its queries drop a key, and how many of these "

@@ -56,7 +56,9 @@ class _MaskSums:
         }  # fmt: skip
         row |= {name: values.sum(0, dtype=torch.int32) for name, values in counts.items()}
         self._rows.setdefault(layer, []).append(row)
-        sums = _swing_sums(changes)
+        swing = changes.swing.where(changes.counted, 0.0).double()
+        count = (swing.shape[0] * changes.counted.sum((0, 2))).expand(swing.shape[1], -1).double()
+        sums = torch.stack([count, swing.sum((0, 2, 4)), swing.square_().sum((0, 2, 4))])
         self._swings[layer] = self._swings[layer] + sums if layer in self._swings else sums
 
     def leave_out(self, layers: Collection[int]) -> None:
@@ -88,15 +90,6 @@ class _MaskSums:
                 }  # fmt: skip
                 parts.append(pd.DataFrame({"model": model, **columns}))
         return MASKS.of_parts(parts)
-
-
-def _swing_sums(changes: RowChanges) -> Tensor:
-    """Return count, sum and sum of squares of the counted rows' swings, per level and head: (3, N, H)."""
-    counted = changes.counted
-    swing = changes.swing.where(counted, 0.0).double()
-    draws, levels = swing.shape[:2]
-    count = (draws * counted.sum((0, 2))).expand(levels, -1)
-    return torch.stack([count.double(), swing.sum((0, 2, 4)), swing.square_().sum((0, 2, 4))])
 
 
 def _effects_table(

@@ -30,11 +30,6 @@ class Selected:
     indices: Tensor  # (..., k)
     positions: bool = False  # whether the indices are positions in a table of other indices, which are the choices
 
-    @property
-    def by_logits(self) -> bool:
-        """Return whether the order is that of logits."""
-        return self.order is not self.scores
-
 
 Consume = Callable[[str, nn.Module, list[Selected]], None]
 
@@ -283,8 +278,9 @@ def own_rows(
         sizes = group.scores.shape[-1], group.indices.shape[-1]
     hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
     experts = kind == "experts" and not chosen.positions
+    by_logits = chosen.order is not chosen.scores
     rows = OwnRows(
-        kind, n, k, sizes if sizes and sizes[1] < sizes[0] else None, chosen.by_logits, margin, certified,
+        kind, n, k, sizes if sizes and sizes[1] < sizes[0] else None, by_logits, margin, certified,
         counts=Counter(GRAVITY[grade] for grade in grades.tolist()),
         padded=int((~counts).sum()),
         load=torch.bincount(indices[counts].flatten(), minlength=n) if experts else None,

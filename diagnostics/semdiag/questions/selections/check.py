@@ -109,11 +109,8 @@ def read_selection(path: Path, format: str = "", limits: bool = True) -> Selecti
 
 
 def _packed(path: Path, indices: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:
-    rows = next((held for name, held in bounds.items() if name != "cu_seqlens_k"), None)
+    rows = next((held for name, held in bounds.items() if name != "cu_seqlens_k"), next(iter(bounds.values())))
     keys = bounds.get("cu_seqlens_k", rows)
-    rows = keys if rows is None else rows
-    assert keys is not None
-    assert rows is not None
     sizes = rows.long().diff()
     if rows.shape != keys.shape or rows.ndim != 1 or bool((sizes < 0).any()) or int(sizes.sum()) != len(indices):
         raise InputError(

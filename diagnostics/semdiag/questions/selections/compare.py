@@ -221,15 +221,9 @@ class Saving:
         """Return indices (T, layers, k), scores (T, layers, n) and, if known, the token ids (T,)."""
         layers = [*self._found[kind].values()]
         experts = kind == "experts"
-        sizes = {
-            (
-                sum(len(part.indices) for part in parts),
-                parts[0].indices.shape[1],
-                experts * parts[0].scores.shape[1],
-            )
-            for parts in layers
-        }
-        if len(sizes) > 1:
+        tokens = {sum(len(part.indices) for part in parts) for parts in layers}
+        sizes = {(parts[0].indices.shape[1], experts * parts[0].scores.shape[1]) for parts in layers}
+        if len(tokens) > 1 or len(sizes) > 1:
             raise InputError(
                 f"{self._path} cannot be written: the layers that choose {kind} differ in their tokens, in k, or "
                 "in what there is to choose from."

@@ -54,7 +54,6 @@ def separation_in_short(findings: Findings) -> list[str]:
 
 
 def _separation(findings: Findings, model: str) -> str:
-    """Return the median and lower end of one model's Δ and its busiest key, or why they are undefined."""
     if diverged(findings, model):
         return "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
     table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))

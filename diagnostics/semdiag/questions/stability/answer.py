@@ -311,7 +311,6 @@ def stability_sentences(findings: Findings) -> list[str]:
 
 
 def _response(row: Mapping[Any, Any], samples: int) -> str:
-    """Return whose attention weights move more under the same noise, if the ratio's interval decides."""
     start = f"{row['pair']}: {percent(row['level'], 'g')} input noise"
     if row["mean"] == row["full_mean"] == 0:
         return f"{start} moves neither this model's attention nor its counterpart's (mean ‖p − p′‖₁ 0 for both)."
