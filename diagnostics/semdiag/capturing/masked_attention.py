@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,6 +62,8 @@ def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
+    import psutil  # type: ignore[import-untyped]  # no capture needs it
+
     free = float(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no cgroup, or no limit
         limit, used = (float(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
