@@ -81,6 +81,7 @@ def test_nothing_is_judged_while_blocks_are_missing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_records_do(tmp_path):
     stability.judge(FOLDER, tmp_path)
     found = pd.read_csv(tmp_path / "verdicts.csv").query("attention == 'topk-5'")

@@ -35,6 +35,7 @@ def test_containers_that_hold_each_other_too_often_are_refused_at_once(tmp_path,
         read_plain(tmp_path / "x.pt")
 
 
+@pytest.mark.slow
 def test_what_is_held_twice_or_is_long_is_read(tmp_path):
     shared = [torch.zeros(2), list(range(1000))]
     content = {"a": shared, "b": [shared, shared], "long": list(range(10**5)), "deep": [[[[]]]]}

@@ -68,6 +68,7 @@ def test_a_header_whose_shapes_are_none_is_refused_in_a_line(tmp_path, shape):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_is_loaded_whether_its_embeddings_are_tied_or_not(tmp_path, tied):
     shape = {**SMALL, "num_key_value_heads": 1, "vocab_size": 3_000_000, "tie_word_embeddings": tied}

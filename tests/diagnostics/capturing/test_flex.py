@@ -160,6 +160,7 @@ def test_a_term_that_falls_with_distance_is_a_bias_however_low():
     assert "counts as a bias" in calls.audit["reason"].item()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_function_that_cannot_be_read_is_audited(monkeypatch):
     def fail(*arguments):
@@ -230,6 +231,7 @@ def test_hugging_face_models_have_the_rows_of_eager(name, options, padded):
     assert flex["dispersion"].to_numpy() == pytest.approx(eager["dispersion"].to_numpy(), abs=1e-4)
 
 
+@pytest.mark.slow
 @SEEN
 @pytest.mark.filterwarnings("ignore")
 def test_hugging_face_generation_with_flex_attention():

@@ -286,6 +286,7 @@ def _rows(calls):
     return calls.dispersion(), calls.dispersion(k=2), calls.separation(k=2)
 
 
+@pytest.mark.slow
 def test_a_function_that_ignores_its_mask_is_refused_by_sparsify():
     """V-JEPA 2's eager attention takes a mask and never looks at it: the model would run as it is."""
     # A head's width is 16: the rotation of transformers 5.1 fails on 8.

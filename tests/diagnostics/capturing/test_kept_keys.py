@@ -24,6 +24,7 @@ def largest(row, k):
     return {j for j in order[:k] if row[j] > -math.inf}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sorted_up_to", [0, 512])
 @given(rows=st.lists(st.lists(SCORES, min_size=7, max_size=7), min_size=2, max_size=6), k=st.integers(0, 9))
 def test_the_largest_scores_are_those_of_a_loop(sorted_up_to, rows, k):

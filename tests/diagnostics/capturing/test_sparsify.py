@@ -796,6 +796,7 @@ def test_a_generation_is_masked_step_by_step():
         close(torch.cat(steps, 1), whole)
 
 
+@pytest.mark.slow
 def test_a_model_can_be_trained_under_a_mask():
     model, x = two_by_hand(), support.stream()
     target = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))

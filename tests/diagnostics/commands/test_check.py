@@ -29,6 +29,7 @@ def doctor(folder, factor):
     torch.save(content, folder / "last.pt")
 
 
+@pytest.mark.slow
 def test_a_pair_with_smaller_dispersion_under_topk_passes(run_semdiag, pair):
     outcome = run_semdiag("check", pair, "--samples", 20)
     assert (outcome.code, outcome.err) == (0, "semdiag: measuring 2 models in 4 stages.\n")
@@ -37,6 +38,7 @@ def test_a_pair_with_smaller_dispersion_under_topk_passes(run_semdiag, pair):
     assert "FAILS" not in outcome.out
 
 
+@pytest.mark.slow
 def test_a_doctored_pair_fails(run_semdiag, pair):
     doctor(pair / "topk", 100)
     outcome = run_semdiag("check", pair, "--samples", 20)
@@ -45,6 +47,7 @@ def test_a_doctored_pair_fails(run_semdiag, pair):
     assert "0 of 1 pair passes; 4 of 4 invariants hold." in outcome.out
 
 
+@pytest.mark.slow
 def test_a_failure_is_said_even_when_quiet_and_a_pass_is_not(run_semdiag, pair):
     assert run_semdiag("check", pair, "--samples", 20, "--quiet").err == ""
     doctor(pair / "full", 0.01)
@@ -56,6 +59,7 @@ def test_a_failure_is_said_even_when_quiet_and_a_pass_is_not(run_semdiag, pair):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "code"), [(1, 0), (100, 1)])
 def test_json_holds_every_pair_of_numbers(run_semdiag, pair, factor, code):
     doctor(pair / "topk", factor)
@@ -78,6 +82,7 @@ def test_a_missing_partner_is_no_pass(refusal, pair):
     assert "full/last.pt has no partner: a full and a top-k checkpoint" in refusal("check", pair, "--samples", 5)
 
 
+@pytest.mark.slow
 def test_runs_whose_padding_counts_are_partners_by_the_length_of_their_samples(run_semdiag, here):
     words = "even-pairs --length 7 --pad-as-token --train-samples 20 --holdout-samples 20 --epochs 1 --blocks 1"
     for attention in ("full", "topk --k 5"):
@@ -95,6 +100,7 @@ def test_a_partner_of_another_seed_is_none(refusal, pair):
     assert "has no partner" in refusal("check", pair, "--samples", 5)
 
 
+@pytest.mark.slow
 def test_other_attentions_are_not_gated(refusal, run_semdiag, pair):
     for name in ("topk", "banded"):
         content = torch.load(pair / "topk" / "last.pt", weights_only=True)
@@ -112,6 +118,7 @@ def test_nothing_there_says_how_to_make_one(refusal, here):
     )
 
 
+@pytest.mark.slow
 def test_without_models_the_folder_of_the_environment_is_checked(run_semdiag, here, pair, monkeypatch):
     monkeypatch.setenv("SEMDIAG_CHECKPOINTS", str(pair))
     assert run_semdiag("check", "--samples", 5, "--quiet").code == 0
@@ -132,6 +139,7 @@ def test_a_bar_is_drawn_for_people_only(run_semdiag, pair, monkeypatch):
     assert sys.stderr is not None
 
 
+@pytest.mark.slow
 def test_rules_are_judged_and_said(run_semdiag, pair):
     words = "--samples", 20, "--rule", "dispersion.p95 < 1000", "--rule", "dispersion.p50 < 0 attention=topk"
     outcome = run_semdiag("check", pair, *words)
@@ -150,6 +158,7 @@ def test_a_wrong_rule_is_refused_before_anything_is_read(refusal, here):
     assert "none.json does not exist" in refusal("check", "nowhere.pt", "--baseline", "none.json")
 
 
+@pytest.mark.slow
 def test_exit_zero_says_what_fails_and_leaves_with_zero(run_semdiag, pair):
     doctor(pair / "topk", 100)
     outcome = run_semdiag("check", pair, "--samples", 20, "--quiet", "--exit-zero")

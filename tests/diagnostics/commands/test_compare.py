@@ -58,6 +58,7 @@ def factories(here):
     sys.modules.pop("theirs", None)
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_on_the_inputs_of_the_first(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("compare", tiny_runs.full, tiny_runs.topk, *FEW, "--top", 3, "--json")
     assert outcome.code == 0, outcome.err
@@ -86,6 +87,7 @@ def test_two_runs_are_compared_on_the_inputs_of_the_first(run_semdiag, here, tin
     assert "the base" not in outcome.err
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_checkpoint_is_the_same(run_semdiag, here, tiny_runs):
     write_checkpoint(here / "copy.pt", read_checkpoint(tiny_runs.full / "last.pt"))
     outcome = run_semdiag("compare", tiny_runs.full, "copy.pt", *FEW, "--json", "--quiet")
@@ -96,6 +98,7 @@ def test_a_copy_of_a_checkpoint_is_the_same(run_semdiag, here, tiny_runs):
     assert entry["all"]["weights_share"] is None
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_the_heads_that_changed_most(run_semdiag, tiny_runs):
     outcome = run_semdiag("compare", tiny_runs.full, tiny_runs.topk, *FEW)
     assert "Total variation of the weights:" in outcome.out
@@ -118,6 +121,7 @@ def test_one_model_in_two_precisions(run_semdiag, here):
     assert json.loads(again.out)["results"] == found["results"]
 
 
+@pytest.mark.slow
 def test_a_factorys_inputs_go_through_both(run_semdiag):
     outcome = run_semdiag("compare", "theirs:one", "theirs:other", *FEW[2:], "--json", "--quiet")
     assert outcome.code == 0, outcome.err

@@ -48,6 +48,7 @@ def test_copies_of_a_run_count_once_and_that_is_said(run_semdiag, tiny_runs, her
     assert said not in run_semdiag("convergence", here / "one", *words).out
 
 
+@pytest.mark.slow
 def test_a_run_that_never_arrives_is_said_and_not_dropped(run_semdiag, tiny_runs, here):
     outcome = run_semdiag(
         "convergence", tiny_runs.folder, "--samples", 5, "--target", "even-pairs=1", "--figures", "none", "--json"
@@ -60,6 +61,7 @@ def test_a_run_that_never_arrives_is_said_and_not_dropped(run_semdiag, tiny_runs
     assert [(p["known"], p["high"]) for p in found["speed_ups"]] == [("unknown", "inf")]
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_said_to_be_one(run_semdiag, tiny_runs, here):
     shutil.copytree(tiny_runs.full, here / "run")
     content = torch.load(here / "run" / "last.pt", weights_only=True)
@@ -70,6 +72,7 @@ def test_an_unfinished_run_is_said_to_be_one(run_semdiag, tiny_runs, here):
     assert f"Unfinished, so more may be known later: run/last.pt {tiny_runs.epochs} of 9 epochs." in outcome.out
 
 
+@pytest.mark.slow
 def test_a_run_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here):
     start = read_checkpoint(tiny_runs.full / "epoch-0.pt")
     (here / "run").mkdir()
@@ -91,6 +94,7 @@ def test_a_pair_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, her
     assert json.loads(outcome.out)["over_seeds"] == []
 
 
+@pytest.mark.slow
 def test_the_model_file_is_as_it_was(run_semdiag, tiny_runs, here):
     before = (tiny_runs.topk / "last.pt").read_bytes()
     words = "--samples", 5, "--figures", "none", "--quiet"
@@ -115,6 +119,7 @@ def test_wrong_input_is_refused_before_anything_is_written(refusal, tiny_runs, h
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_without_history_is_no_run_and_beside_runs_is_left_out(run_semdiag, refusal, tiny_runs, here):
     content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
     torch.save({**content, "history": {}}, here / "bare.pt")

@@ -15,6 +15,7 @@ from semdiag_models import InputError
 FEW = ("--samples", 12, "--figures", "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["dispersion", "separation"])
 def test_estimates_have_intervals_that_name_their_target(run_semdiag, here, tiny_runs, command):
     outcome = run_semdiag(command, tiny_runs.full, "--k", 2, "--queries", 4, *FEW, "--out", here / "out", "--json")
@@ -97,6 +98,7 @@ def test_measurements_that_were_to_be_kept_are_when_a_figure_fails(run_semdiag, 
     assert again.code == 0, again.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"queries": 4}, {"max_queries": 50}])
 def test_the_gate_and_the_corollary_refuse_what_they_do_not_rest_on(tiny_runs, more):
     files = [run / "last.pt" for run in (tiny_runs.full, tiny_runs.topk)]

@@ -148,6 +148,7 @@ def test_what_needs_an_encoder_is_refused(command, refusal):
     refusal(command, "theirs:full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "model"),
     [
@@ -168,6 +169,7 @@ def test_the_report_of_separation_holds_what_k_would_leave(measured, here):
     assert (here / "page" / "data" / "within.csv").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "factor"),
     [

@@ -249,6 +249,7 @@ def test_a_baseline_travels_with_the_weights(run_semdiag, here, tiny_runs):
     assert (again.code, again.err) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_retrained_model_is_matched_by_task_attention_and_seed(run_semdiag, here, tiny_runs):
     words = ("--rule", "dispersion.p50 < 1000", "--samples", 8, "--quiet")
     document = json.loads(run_semdiag("check", tiny_runs.full, *words, "--json").out)
@@ -269,6 +270,7 @@ def test_a_model_without_a_partner_is_told_how_to_train_one(refusal, tiny_runs):
         )
 
 
+@pytest.mark.slow
 def test_verdicts_are_written_as_junit(run_semdiag, here, tiny_runs):
     from xml.etree import ElementTree
 

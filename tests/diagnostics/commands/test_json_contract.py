@@ -92,6 +92,7 @@ def test_a_measuring_command_keeps_the_promise(run_semdiag, here, tiny_runs, nam
         assert [Path(entry["model"]).parent for entry in found["results"]] == [tiny_runs.full, tiny_runs.topk]
 
 
+@pytest.mark.slow
 def test_a_comparison_keeps_the_promise(run_semdiag, here, tiny_runs):
     words = ("compare", tiny_runs.full, tiny_runs.topk, *FEW, "--figures", "none", "--json", "--quiet")
     found = keeps_the_promise(run_semdiag(*words).out, (*MODEL_FACTS, "base"), list)

@@ -72,6 +72,7 @@ def test_sentences_on_an_encoder_decoder_name_the_module(both, run_semdiag):
     assert re.search(r"head [01] of layer [012] \((en|de)coder\.layers\.0\.\w+\)$", heads_glance(findings).words)
 
 
+@pytest.mark.slow
 def test_tables_of_an_encoder_decoder_name_the_module(both, run_semdiag, monkeypatch):
     monkeypatch.setattr(percentile_tables, "_MOST_HEADS", 1)
     monkeypatch.setattr(percentile_tables, "_EXTREME", 1)

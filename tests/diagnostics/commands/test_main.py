@@ -34,6 +34,7 @@ def spied(*words, **environment):
     return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=60, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], *([name, "--help"] for name in COMMANDS)])
 def test_help_and_version_import_nothing_slow(words):
     done = spied(*words)

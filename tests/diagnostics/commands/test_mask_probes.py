@@ -144,6 +144,7 @@ def test_a_sweep_tells_every_k_and_a_rerun_what_masks_change(run_semdiag, here, 
     assert set(rerun["mask"]) == {"none", "topk", "random"}
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_top_k_model_without_a_rerun_says_why_it_cannot_tell(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("k-sweep", tiny_runs.topk, *FEW, "--json", "--max-k", 11, "--min-keys", 12)
     (result,) = json.loads(outcome.out)["results"]
@@ -202,6 +203,7 @@ def test_bad_input_is_refused_in_one_line(refusal, here, tiny_runs, words, said)
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_overlap_runs_in_the_precision_asked_for(run_semdiag, here, tiny_runs, dtype):
     outcome = run_semdiag("overlap", tiny_runs.topk, *FEW, "--dtype", dtype, "--json", "--quiet")

@@ -90,6 +90,7 @@ def test_a_redrawn_model_is_measured_with_the_draws_of_a_seed(runs):
     assert [a != b for a, b in zip(first, other, strict=True)] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_check_passes_its_invariants(runs, run_semdiag, tiny_runs, here):
     outcome = run_semdiag("check", tiny_runs.full, tiny_runs.topk, *runs, "--samples", 5, "--exit-zero", "--json")
     assert outcome.code == 0, outcome.err

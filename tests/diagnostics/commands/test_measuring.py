@@ -96,6 +96,7 @@ def found(tiny_runs):
     return survey([tiny_runs.topk, tiny_runs.full], Conditions(samples=4, dtype="float64"))
 
 
+@pytest.mark.slow
 def test_every_query_and_every_load_is_written(found, tmp_path):
     measuring.write_per_query(tmp_path / "all.parquet", found)
     queries, loads = pd.read_parquet(tmp_path / "all.parquet"), pd.read_parquet(tmp_path / "all.load.parquet")

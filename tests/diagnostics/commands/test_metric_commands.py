@@ -29,6 +29,7 @@ def test_json_is_the_summary_of_the_same_survey(run_semdiag, strict, here, tiny_
     assert f"{command} {tiny_runs.full}" in str(found["provenance"]["command"]).replace("', '", " ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
@@ -45,6 +46,7 @@ def test_tables_go_to_stdout_and_progress_to_stderr(run_semdiag, here, tiny_runs
     assert "…" not in outcome.out  # no number is cut short
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["dispersion", "separation", "stability", "overlap", "mask-stability"])
 def test_the_answer_comes_first(run_semdiag, here, tiny_runs, command):
     outcome = run_semdiag(command, tiny_runs.topk, *FEW, "--out", "out")
@@ -52,12 +54,14 @@ def test_the_answer_comes_first(run_semdiag, here, tiny_runs, command):
     assert outcome.out.splitlines()[0] == verdict[0]  # in a file a sentence is a line, however long
 
 
+@pytest.mark.slow
 def test_with_json_tables_still_go_to_stderr(run_semdiag, strict, here, tiny_runs):
     outcome = run_semdiag("dispersion", tiny_runs.topk, *FEW, "--json")
     assert strict(outcome.out)["results"]
     assert "dispersion δ (nats)" in outcome.err
 
 
+@pytest.mark.slow
 def test_numbers_in_the_table_are_those_of_the_summary(run_semdiag, strict, here, tiny_runs):
     outcome = run_semdiag("dispersion", tiny_runs.topk, *FEW, "--json")
     pooled = strict(outcome.out)["results"][0]["all"]
@@ -67,6 +71,7 @@ def test_numbers_in_the_table_are_those_of_the_summary(run_semdiag, strict, here
     ]
 
 
+@pytest.mark.slow
 def test_the_share_of_separations_that_are_not_positive_is_of_those_there_are(
     run_semdiag, strict, here, tiny_runs
 ):
@@ -80,6 +85,7 @@ def test_the_share_of_separations_that_are_not_positive_is_of_those_there_are(
     assert next(row for row in rows if row[:2] == ["all", "k=2"])[-1] == f"{share:.1%}"
 
 
+@pytest.mark.slow
 def test_paths_that_look_like_markup_are_shown_as_they_are(run_semdiag, here, tiny_runs):
     shutil.copytree(tiny_runs.topk, here / "[bold]run[" / "red]")
     outcome = run_semdiag("dispersion", "[bold]run[/red]", *FEW)
@@ -103,6 +109,7 @@ def test_the_default_number_of_samples_is_lowered_to_what_a_run_held_out_and_thi
     assert (quiet.code, quiet.err) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_number_of_samples_that_was_typed_is_not_lowered(run_semdiag, refusal, here, tiny_runs):
     line = refusal("dispersion", tiny_runs.full, "--samples", 500)
     assert (
@@ -130,6 +137,7 @@ def test_a_k_that_has_no_effect_is_refused_and_beside_full_models_said(run_semdi
         assert "--k" not in run_semdiag("dispersion", *words).err
 
 
+@pytest.mark.slow
 def test_figures_and_tables_go_to_reports_by_default_and_to_out_on_request(run_semdiag, here, tiny_runs):
     assert run_semdiag("dispersion", tiny_runs.topk, *FEW, "--quiet").code == 0
     assert (here / "reports" / "dispersion-topk" / "index.html").is_file()
@@ -144,6 +152,7 @@ def test_figures_come_in_the_formats_asked_for(run_semdiag, here, tiny_runs):
     assert {path.suffix for path in (here / "out" / "figures").iterdir()} == {".svg"}
 
 
+@pytest.mark.slow
 def test_every_query_is_written_on_request(run_semdiag, here, tiny_runs):
     words = (
         "separation",
@@ -172,6 +181,7 @@ def test_every_query_is_written_on_request(run_semdiag, here, tiny_runs):
     assert queries[["sample", "layer", "head", "query"]].min().tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_papers_code_is_measured(run_semdiag, strict, here, paper_code):
     np.save(here / "tokens.npy", paper_code.true["tokens"].numpy())
     words = (
@@ -215,6 +225,7 @@ def test_the_keys_of_json_that_docs_readme_names_are_there(run_semdiag, here, ti
     assert {"delta_s", "delta_h", "passed"} <= gate["results"][0].keys()
 
 
+@pytest.mark.slow
 def test_beside_json_the_tables_go_to_stderr(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("dispersion", tiny_runs.full, "--json", *FEW)
     assert json.loads(outcome.out)["schema"] == "semdiag.dispersion/2"
@@ -227,6 +238,7 @@ def heads(shown):
     return [line for line in shown.splitlines() if line.split()[:2] and all(w.isdigit() for w in line.split()[:2])]
 
 
+@pytest.mark.slow
 def test_of_many_heads_the_furthest_out_are_shown_and_all_with_all(run_semdiag, here, tiny_runs, monkeypatch):
     monkeypatch.setattr(percentile_tables, "_MOST_HEADS", 3)
     monkeypatch.setattr(percentile_tables, "_EXTREME", 1)
@@ -243,6 +255,7 @@ def test_of_many_heads_the_furthest_out_are_shown_and_all_with_all(run_semdiag, 
     assert "not shown" not in every
 
 
+@pytest.mark.slow
 def test_separation_of_a_model_that_keeps_every_key_asks_for_a_k(run_semdiag, here, tiny_runs):
     shown = " ".join(run_semdiag("separation", tiny_runs.full, *FEW).out.split())
     assert "every query keeps every key, so no key is separated from others. Add" in shown

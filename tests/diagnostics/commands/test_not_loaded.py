@@ -17,6 +17,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["_orig_mod.module.", ""])
 def test_random_weights_are_named_at_the_top_of_page_and_terminal(run_semdiag, here, monkeypatch, prefix):
     monkeypatch.syspath_prepend(here)

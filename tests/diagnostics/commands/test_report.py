@@ -90,6 +90,7 @@ def test_a_diverged_run_is_reported_as_one(run_semdiag, here, tiny_runs, value):
     assert ("Diverged: " in said) == (value != value)
 
 
+@pytest.mark.slow
 def test_of_a_head_whose_scores_are_no_numbers_nothing_is_said_nor_of_the_whole(run_semdiag, here, tiny_runs):
     content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
     content["model_state"]["blocks.1.attention.qkv.weight"][0, 0] = float("nan")
@@ -107,6 +108,7 @@ def test_of_a_head_whose_scores_are_no_numbers_nothing_is_said_nor_of_the_whole(
     assert not re.search(r"\bnan\b", page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["mask-stability", "k-sweep", "bounds", "landscape", "overlap"])
 def test_a_probe_of_a_diverged_run_is_no_error_of_ours(run_semdiag, here, tiny_runs, command):
     made_of(float("nan"), tiny_runs.topk, here / "topk.pt")
@@ -120,6 +122,7 @@ def without_numbers(source, target):
     torch.save(content, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["mask-stability", "dispersion"])
 def test_logits_that_are_no_numbers_are_wrong_answers_and_said_to_be(run_semdiag, here, tiny_runs, command):
     without_numbers(tiny_runs.topk, here / "topk.pt")
@@ -137,6 +140,7 @@ def test_logits_that_are_no_numbers_are_wrong_answers_and_said_to_be(run_semdiag
         assert "some logits are not numbers, 0.00% of the predictions change, accuracy 0.0% → 0.0%" in said
 
 
+@pytest.mark.slow
 def test_noise_beyond_all_numbers_is_no_error_of_ours(run_semdiag, here, tiny_runs):
     outcome = run_semdiag(
         "mask-stability", tiny_runs.topk, "--samples", 4, "--figures", "none", "--out", "out", "--noise", "1e300"

@@ -177,6 +177,7 @@ def as_it_is(said):
     return SHOWN in joined and not {"\U0001f999", "\x07", "\x9b"} & set(said) and "\x1b]" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [*_TWO, *_EACH])
 def test_names_from_data_are_shown_as_they_are(run_semdiag, here, tiny_runs, monkeypatch, command):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, with bars
@@ -277,6 +278,7 @@ def test_completion_offers_runs_and_paths(here):
     assert options.models("nowhere/") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
@@ -343,6 +345,7 @@ def test_as_many_of_given_inputs_are_measured_as_are_asked_for(run_semdiag, refu
     assert refusal(*words, "--samples", 6) == said
 
 
+@pytest.mark.slow
 def test_inputs_of_another_length_are_said(run_semdiag, here, tiny_runs):
     np.save(here / "short.npy", np.ones((2, 5), dtype=np.int64))
     few = ("--inputs", "short.npy", "--figures", "none", "--out", "out")
@@ -352,6 +355,7 @@ def test_inputs_of_another_length_are_said(run_semdiag, here, tiny_runs):
     assert said in json.dumps(json.loads(outcome.out))
 
 
+@pytest.mark.slow
 def test_of_several_k_those_that_fit_are_used(run_semdiag, here, tiny_runs):
     few = ("--samples", 4, "--figures", "none", "--out", "out", "--json", "--k", "4,16")
     outcome = run_semdiag("dispersion", tiny_runs.full, *few)

@@ -83,6 +83,7 @@ def test_a_wrong_reference_is_refused(refusal, sections, tiny_runs, here):
     assert "does not exist" in refusal("bounds", tiny_runs.full, "--against", here / "no.pt")
 
 
+@pytest.mark.slow
 def test_given_inputs_have_no_labels_and_no_slopes(run_semdiag, sections, tiny_runs, here):
     import numpy as np
 

@@ -401,6 +401,7 @@ def test_help_names_the_options(monkeypatch, capfd):
         assert option in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "folder"),
     [

@@ -29,6 +29,7 @@ def test_the_median_of_any_draws_within_the_ranges_lies_within_its_range(pairs, 
     assert found.low - 1e-9 <= np.median(truth) <= found.high + 1e-9
 
 
+@pytest.mark.slow
 @given(ranges, st.randoms(use_true_random=False))
 def test_the_interval_holds_that_of_any_draws_within_the_ranges(pairs, random):
     lows, highs = [low for low, _ in pairs], [low + width for low, width in pairs]

@@ -114,6 +114,7 @@ def test_the_row_form_is_attained_up_to_a_separation_of_2(k, gap):
     assert row == pytest.approx(in_rows, rel=1e-12)
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 5), st.integers(1, 5), st.floats(-4, 1), st.floats(-12, 1))
 def test_no_pair_near_equality_exceeds_the_row_form(data, k, dropped, log_gap, log_noise):
     """Keys swapped across a separation, everything disturbed by noise of any size; δ and Δ as measured."""

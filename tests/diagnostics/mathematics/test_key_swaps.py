@@ -29,6 +29,7 @@ def naive_cost(height: float, gap: float, k: int) -> float:
     return math.log(2) - math.log1p((k - 1) * math.exp(-height)) - math.log(2 * gap + height)
 
 
+@pytest.mark.slow
 @given(st.floats(0, 100), st.floats(1e-9, 50), st.integers(1, 10**6), st.floats(0, 1))
 def test_no_height_costs_more(delta, gap, k, share):
     """The maximum is at one of three heights: nowhere in between is more, and one of them attains it."""

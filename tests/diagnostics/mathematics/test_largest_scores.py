@@ -30,6 +30,7 @@ def assert_largest(scores, count):
             assert best == [row[j] for j in expected] + [-math.inf] * (count + 1 - len(expected))
 
 
+@pytest.mark.slow
 @given(st.data())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("many_ties", [True, False])

@@ -471,6 +471,7 @@ def test_shifting_rows_leaves_dispersion_and_separation_unchanged(scores, shift)
         assert torch.equal(found.key_load(k), shifted.key_load(k))
 
 
+@pytest.mark.slow
 @given(tables(distinct=True), st.data())
 def test_permuting_keys_permutes_loads(scores, data):
     order = data.draw(st.permutations(range(scores.shape[1])))
@@ -522,6 +523,7 @@ def test_entropy_and_mass_kept_stay_in_their_ranges(scores, data):
     torch.testing.assert_close(masses[0], found.largest_weight()[some])
 
 
+@pytest.mark.slow
 @given(tables(), st.integers(0, 6))
 def test_a_positive_scale_scales_dispersion_and_separation(scores, exponent):
     scale = 2.0 ** (exponent - 3)

@@ -128,6 +128,7 @@ def test_impossible_rows_are_refused(delta, keys):
         paper_form_threshold(0)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.floats(0, 1e4), st.integers(1, 10**6), st.floats(1e-300, 1e300))
 def test_ranges(delta, k, gap):

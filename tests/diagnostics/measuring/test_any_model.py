@@ -173,6 +173,7 @@ def offload(model):
         module.register_forward_hook(partial(put, weights=away))
 
 
+@pytest.mark.slow
 def test_a_model_whose_weights_are_offloaded_is_measured_where_it_runs(decoder, batch):
     """Its inputs went to the device "meta", and the model was said not to run on them."""
     before, sweep = semdiag.measure(decoder, batch, k=(3,)), semdiag.k_sweep(decoder, batch)
@@ -336,6 +337,7 @@ def test_a_sweep_asks_what_a_measurement_asks(decoder, batch):
         assert own["weight_kept"] == pytest.approx(rows[rows["keys"] > 3]["weight_kept_k3"].median(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_masks_of_padded_batches_survive_no_noise_and_certified_ones_any(decoder, batch):
     batches = [{name: value[:2, :9] for name, value in batch.items()}, {n: v[4:, :7] for n, v in batch.items()}]
     plan = semdiag.NoisePlan((1e-12, 0.02, 3.0), draws=4, k=2)
@@ -366,6 +368,7 @@ def test_without_an_embedding_the_report_says_what_is_missing_and_why():
     assert found.constants.empty
 
 
+@pytest.mark.slow
 def test_secants_of_attention_that_the_noise_does_not_reach_are_named_and_left_out(decoder, batch):
     class Two(nn.Module):
         """A tower for pictures before the one for texts."""
@@ -458,6 +461,7 @@ def test_a_survey_takes_the_first_samples_of_inputs_without_an_end(decoder):
     assert found.models["inputs"].iloc[0] == "came with the model, the first 10 samples"
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_in_bfloat16_says_why_it_has_no_stability():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -583,6 +587,7 @@ class Plain(nn.Module):
         return (q @ k.mT).softmax(-1) @ v
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.export's own
 @pytest.mark.parametrize("nested", [False, True])
 def test_an_exported_graph_is_measured_although_it_has_no_evaluation_mode(nested):

@@ -59,6 +59,7 @@ def assert_some_of(drawn, whole):
         np.testing.assert_allclose(both[name], both[f"{name}_whole"], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_drawn_queries_are_rows_of_the_whole_whatever_the_batches(vectors, encoder):
     tokens = torch.randint(2, (6, 12), generator=torch.Generator().manual_seed(2))
     for model, inputs, share in ((Causal(), vectors, 8 / 40), (encoder, tokens, 8 / 12)):

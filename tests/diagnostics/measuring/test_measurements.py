@@ -28,6 +28,7 @@ def measured(tiny_runs):
     return survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=5, k=(2,)))
 
 
+@pytest.mark.slow
 def test_a_round_trip_changes_nothing(measured, tmp_path):
     measured.save(tmp_path / "a" / "b")
     loaded = Measurements.load(tmp_path / "a" / "b")
@@ -71,6 +72,7 @@ def test_every_change_of_a_saved_file_is_refused(made_up, tmp_path):
     pd.testing.assert_frame_equal(loaded.queries, measured.queries, check_exact=True)
 
 
+@pytest.mark.slow
 def test_files_added_to_saved_ones_or_taken_away_are_refused_and_older_folders_load(measured, tmp_path):
     measured.save(tmp_path)
     for change in (lambda: (tmp_path / "loads.parquet").unlink(), lambda: (tmp_path / "masks.parquet").touch()):
@@ -156,6 +158,7 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path):
         Measurements.load(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_models_that_say_nothing_of_global_tokens_norm_and_pooling_have_the_usual_ones(made_up, tmp_path):
     old = made_up(("a.pt", [1, 2, 3, 4], {}))
     older = old.replace(models=old.models.drop(columns=["global_tokens", "norm", "pooling"]))
@@ -268,6 +271,7 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
         )
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_empty(measured, with_theory, tmp_path):
     with_theory.save(tmp_path)
     measured.save(tmp_path)  # leaves nothing of the earlier ones
@@ -293,6 +297,7 @@ def test_measured_and_unmeasured_models_join(with_theory, made_up):
     assert joined.of("x.pt").constants.empty
 
 
+@pytest.mark.slow
 def test_a_column_of_another_kind_is_refused_with_its_file(with_theory, tmp_path):
     save_without_sums(with_theory, tmp_path)
     file = tmp_path / "masks.parquet"

@@ -14,6 +14,7 @@ from semdiag.measuring.probe import COLUMNS, PERCENTILES, percentile_rows, perce
 NAMES = ["p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
 def test_percentiles_are_numpys_default(values):
     found = percentiles(values)

@@ -183,6 +183,7 @@ def test_an_external_model_has_tables_or_a_reason_why_not(probe, name, request):
     assert rows == {table.name: len(tables.get(table.name, ())) for table in probe.tables}
 
 
+@pytest.mark.slow
 def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
     asked = (SecantsPlan, BoundsPlan, NoisePlan, KSweepPlan, LandscapePlan, LipschitzPlan)
 
@@ -235,6 +236,7 @@ def test_the_progress_bar_of_a_survey_fills_and_external_models_have_no_steps(ti
     assert sum(done) == sum(announced) + sum(found_out)
 
 
+@pytest.mark.slow
 def test_what_is_recorded_stands_in_the_provenance(probe, tiny_models):
     plain = survey([tiny_models[1]], Conditions(samples=SAMPLES)).provenance
     found = survey([tiny_models[1]], Conditions(samples=SAMPLES, plans=(FEW[probe.plan],))).provenance

@@ -41,6 +41,7 @@ def test_even_pairs_of_three_bits_keeps_only_rules_that_can_err():
     assert found.accuracy == pytest.approx(0.5, abs=SLACK)
 
 
+@pytest.mark.slow
 def test_long_inputs_are_searched_at_their_ends():
     found = shortcut(TASKS["stack-manipulation"], 100)
     assert 99 in found.positions

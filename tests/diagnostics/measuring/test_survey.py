@@ -28,6 +28,7 @@ def padded_inputs(tmp_path):
     return tmp_path / "inputs.npy"
 
 
+@pytest.mark.slow
 def test_every_model_is_measured_on_its_own_held_out_samples(tiny_runs, tiny_models):
     conditions = Conditions(samples=10, batch_size=4, dtype="float32", device="cpu")  # where the models are
     found = survey([tiny_runs.full, tiny_runs.topk], conditions)
@@ -64,6 +65,7 @@ def test_given_inputs_replace_the_held_out_samples(tiny_runs, padded_inputs):
     assert sorted(set(found.queries["keys"])) == [2, 5, 12]
 
 
+@pytest.mark.slow
 def test_counterfactuals_are_asked_of_full_models_only(tiny_runs):
     found = survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=4, k=(2, 5)))
     assert found.of(str(tiny_runs.full)).queries[["dispersion_k2", "separation_k5"]].notna().all(axis=None)
@@ -71,6 +73,7 @@ def test_counterfactuals_are_asked_of_full_models_only(tiny_runs):
     assert "dispersion_k2" not in survey([tiny_runs.topk], Conditions(samples=4, k=(2,))).queries
 
 
+@pytest.mark.slow
 def test_queries_with_few_keys_are_left_out_on_request(tiny_runs, padded_inputs):
     models = [tiny_runs.full, tiny_runs.topk]
     whole = survey(models, Conditions(inputs=padded_inputs))
@@ -154,6 +157,7 @@ def test_a_model_named_twice_is_refused(tiny_runs):
         survey([tiny_runs.full, tiny_runs.full], Conditions(samples=4))
 
 
+@pytest.mark.slow
 def test_progress_is_told(tiny_runs):
     told = []
     survey(
@@ -170,6 +174,7 @@ def test_loaded_models_and_paths_mix(tiny_runs, tiny_models):
     assert found.models["model"].tolist() == [str(tiny_runs.full), str(tiny_runs.topk / "last.pt")]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_papers_code_is_measured_on_fresh_samples(paper_code, tmp_path):
     config = {**paper_code.config, "task": "missdup"}
     first, again = (survey([paper_code.checkpoint], Conditions(samples=5, seed=s, config=config)) for s in (1, 1))
@@ -202,6 +207,7 @@ def test_a_run_moved_elsewhere_gives_the_same_numbers(tiny_runs, tmp_path):
     assert load(moved).sha256 == expected.models["sha256"].item()
 
 
+@pytest.mark.slow
 def test_theory_is_measured_only_when_asked_for(tiny_runs):
     plain = survey([tiny_runs.topk], Conditions(samples=4))
     assert plain.secants.empty
@@ -212,6 +218,7 @@ def test_theory_is_measured_only_when_asked_for(tiny_runs):
     assert noisy.provenance["noise_samples"] == 4
 
 
+@pytest.mark.slow
 def test_too_few_keys_leave_out_secants_too(tiny_runs, tmp_path):
     tokens = torch.randint(2, (4, 12), generator=torch.Generator().manual_seed(0))
     tokens[0, 5:] = 2

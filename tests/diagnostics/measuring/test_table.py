@@ -163,6 +163,7 @@ def test_a_text_that_a_file_repeats_is_counted_as_often_as_it_stands_there(tmp_p
         read_parquet(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dictionary", [True, False])
 def test_texts_that_are_almost_only_repetition_are_refused_before_they_are_unpacked(tmp_path, dictionary):
     """Half a gigabyte from some kilobytes."""

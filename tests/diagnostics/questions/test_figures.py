@@ -144,6 +144,7 @@ def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite
             registry.figures()[name](every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", registry.figures())
 def test_no_models_at_all(name, four):
     tables = {t: getattr(four, t).iloc[:0] for t in ("models", "queries", "loads", "history", "non_finite")}
@@ -151,6 +152,7 @@ def test_no_models_at_all(name, four):
         registry.figures()[name](Findings(Measurements(**tables)))
 
 
+@pytest.mark.slow
 def test_dispersion_by_layer_shows_percentiles_of_every_layer(four):
     (ax,) = shown(registry.figures()["dispersion_by_layer"](Findings(four)))
     assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_yscale()) == ("semantic dispersion δ (nats)", "layer", "log")
@@ -163,6 +165,7 @@ def test_dispersion_by_layer_shows_percentiles_of_every_layer(four):
     assert legend(ax.figure) == ["full", "top-k (k = 3)", "banded (k = 3)", "local blocks (k = 3)"]
 
 
+@pytest.mark.slow
 def test_ecdf_marks_the_percentiles(four):
     (ax,) = shown(registry.figures()["dispersion_ecdf"](Findings(four)))
     assert (ax.get_xlabel(), ax.get_xscale()) == ("semantic dispersion δ (nats)", "log")
@@ -246,6 +249,7 @@ def test_titles_fit_their_figures(name, narrow, model):
         assert not any(box.overlaps(other) for other in others), title(ax)
 
 
+@pytest.mark.slow
 def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
     figure = registry.figures()["separation_by_layer"](Findings(four))
     (ax,) = shown(figure)
@@ -256,6 +260,7 @@ def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
     assert "full" not in legend(figure)
 
 
+@pytest.mark.slow
 def test_key_load_shows_shares_and_the_largest_load(four):
     figure = registry.figures()["key_load"](Findings(four))
     (ax,) = shown(figure)
@@ -294,6 +299,7 @@ def test_a_single_epoch_can_be_seen(model):
         assert not {"", "None"} & set(points)
 
 
+@pytest.mark.slow
 def test_snapshots_of_one_run_are_one_curve(model):
     parts = [
         model("full"),
@@ -305,6 +311,7 @@ def test_snapshots_of_one_run_are_one_curve(model):
     assert [text.get_text() for text in shown(figure)[0].texts] == ["4"]
 
 
+@pytest.mark.slow
 def test_a_panel_holds_what_may_be_compared(many):
     panels = panels_of(many.models)
     assert len(panels) == 2 * 2 * 2 + 1

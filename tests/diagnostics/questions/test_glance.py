@@ -47,6 +47,7 @@ def history(measurements, full, topk, seeds=1):
     return measurements.replace(models=models, history=pd.DataFrame(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "answer", "number"), [(100, "holds", "1 of 1 pair"), (0.01, "does not hold", "0 of 1 pair")]
 )
@@ -225,6 +226,7 @@ def test_what_has_no_one_number_says_of_how_many_models(pair):
     assert measured_glance(Findings(pair), pair.secants).number == "2 of 2 models"
 
 
+@pytest.mark.slow
 def test_masks_that_a_model_has_and_those_it_would_have_are_told_apart(tiny_runs):
     full, topk = tiny_runs.full, tiny_runs.topk
     of_both, of_full = (

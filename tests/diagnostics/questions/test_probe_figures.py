@@ -109,6 +109,7 @@ def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
     assert "What does the loss look like around the checkpoint?" in text
 
 
+@pytest.mark.slow
 def test_a_violated_bound_is_loud(pair, tmp_path):
     broken = pair.replace(jacobians=pair.jacobians.assign(ln_sound=-3.0))
     write_report(Findings(broken), tmp_path / "r", "semdiag", formats=(), sections=("lipschitz",))
@@ -131,6 +132,7 @@ def test_mixed_orderings_are_called_mixed(pair, tmp_path):
     assert "p50: inconclusive (radii = 2, lower = 1, higher = 1," in " ".join(each)
 
 
+@pytest.mark.slow
 def test_saved_probes_are_drawn_again(pair, tmp_path):
     pair.save(tmp_path / "data")
     again = Measurements.load(tmp_path / "data")

@@ -112,6 +112,7 @@ def test_alone_a_question_has_the_same_tables(everything):
         assert set(answer.tables_alone) <= set(answer.tables)
 
 
+@pytest.mark.slow
 def test_every_question_applies_where_everything_was_measured(everything):
     assert all(question.applies(everything) for question in registry.reported().values())
 

@@ -164,6 +164,7 @@ def test_every_figure_has_one_for_telephones_and_the_page_no_address_outside(kep
     assert all((kept / file).is_file() for file in narrow)
 
 
+@pytest.mark.slow
 def test_the_verdict_is_in_words_and_numbers(kept):
     page = Page(kept / "index.html")
     assert "the top-k model has the smaller dispersion at the 50th, 75th, 90th and 95th percentile" in page.text
@@ -271,6 +272,7 @@ def test_the_summary_is_valid_json(four, tmp_path):
     assert summary["figures"]["key_load"] == ["figures/key_load.svg"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantity", ["dispersion", "separation", "load"])
 def test_csv_holds_the_percentiles(quantity, four, kept):
     table = pd.read_csv(kept / "data" / f"{quantity}.csv")

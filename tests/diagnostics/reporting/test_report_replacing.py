@@ -18,6 +18,7 @@ def one(model):
     return model("topk")
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_the_old_report_and_no_scraps(one, tmp_path, monkeypatch):
     page, _ = write_report(Findings(one), tmp_path / "r", "old", formats=())
     before = page.read_bytes()
@@ -32,6 +33,7 @@ def test_a_failure_leaves_the_old_report_and_no_scraps(one, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_process_writes_is_left_alone(one, tmp_path):
     building = tmp_path / ".r.partial"
     building.mkdir()
@@ -96,6 +98,7 @@ def test_other_peoples_folders_are_refused(one, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "thesis.txt"]
 
 
+@pytest.mark.slow
 def test_an_empty_folder_is_used_and_no_models_are_refused(one, tmp_path):
     (tmp_path / "r").mkdir()
     assert write_report(Findings(one), tmp_path / "r", "x", formats=())[0] == tmp_path / "r" / "index.html"

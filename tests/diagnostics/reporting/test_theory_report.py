@@ -164,6 +164,7 @@ def test_slopes_above_a_sound_bound_are_called_an_error(known, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_attention_without_bound_is_said_not_judged(model, theory, tmp_path):
     _, summary, _ = report(theory(model("bottomk")), tmp_path / "r", sections=("stability", "bounds"))
     assert "no ξ is known for bottomk attention" in "\n".join(summary["details"]["stability"])

@@ -169,6 +169,7 @@ def test_redrawn_attention_keeps_other_keys_every_time_in_evaluation_too_until_i
     assert not torch.equal(model(TOKENS), model(TOKENS))  # training goes on as before
 
 
+@pytest.mark.slow
 def test_redrawn_keys_are_uniform_over_the_valid_ones():
     """Each of 6 valid keys is among 3 kept with probability ½: counts over 500 forward passes, five sigmas."""
     model = encoder(KINDS["redrawn"], blocks=1, heads=1)

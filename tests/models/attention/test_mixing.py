@@ -108,6 +108,7 @@ def test_a_few_queries_attend_to_all_keys(monkeypatch, naive_attention, padded, 
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_gradient_over_all_keys_is_that_of_finite_differences():
     q, k, v = torch.randn(3, 2, 2, 4, 3, dtype=torch.float64)
     valid = torch.tensor([[True, True, True, False], [True, True, True, True]])
@@ -189,6 +190,7 @@ def test_a_query_without_a_selected_key_gives_zero_and_takes_no_gradient():
     assert gradient.isfinite().all()
 
 
+@pytest.mark.slow
 def test_its_gradient_is_that_of_finite_differences():
     inputs = [torch.randn(2, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     selected = torch.tensor([[0, 2], [1, -1], [3, 2], [-1, -1]]).expand(2, 2, 4, 2)

@@ -160,6 +160,7 @@ def built(chosen):
     return configure(find_task("parity"), {**chosen, **k})
 
 
+@pytest.mark.slow
 @given(fields, fields)
 def test_names_are_equal_exactly_for_equal_configurations(one, other):
     first, second = built(one), built(other)

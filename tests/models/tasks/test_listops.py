@@ -54,6 +54,7 @@ def test_the_law_of_the_lengths_is_that_measured_on_the_source():
     assert law[-1] == pytest.approx(0.0095, abs=0.0035)
 
 
+@pytest.mark.slow
 def test_labels_have_the_shares_of_the_source(samples):
     counts = samples[1].bincount(minlength=10).tolist()
     assert chi2_contingency([counts, SOURCE_LABELS]).pvalue > 1e-5

@@ -1,5 +1,6 @@
 from collections import Counter
 
+import pytest
 import torch
 
 from semdiag_models.tasks import TASKS
@@ -42,6 +43,7 @@ def test_the_label_is_the_parity_of_the_visible_ones():
     assert torch.equal((tokens == 1).sum(1) % 2, labels)
 
 
+@pytest.mark.slow
 def test_the_first_token_alone_reaches_the_shortcut(assert_share):
     tokens, labels = sample(400_000, 40)
     right = (tokens[:, 0] == labels).double() + 0.5 * (tokens[:, 0] == 2)

@@ -76,6 +76,7 @@ def test_no_window_crosses_a_line_and_short_lines_have_none():
     assert labels.tolist() == [5, 11, 12]
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=9), st.integers(1, 6), st.randoms())
 def test_windows_are_those_of_a_loop_in_any_order(lines, length, random):
     naive = naive_windows(lines, length)

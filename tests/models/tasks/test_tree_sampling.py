@@ -101,6 +101,7 @@ def test_the_sampler_has_the_law_of_rejection_sampling(both, statistic):
     assert chi2_contingency([[table[cell, side] + 0 for side in (0, 1)] for cell in cells]).pvalue > 1e-5
 
 
+@pytest.mark.slow
 def test_a_sampler_of_a_slightly_different_law_would_be_noticed(both):
     naive = Counter(map(shape, both[0]))
     other = ListOpsTrees(shortest=1, longest=20, max_depth=4, min_arity=2, max_arity=9)

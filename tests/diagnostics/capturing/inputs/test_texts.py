@@ -96,6 +96,7 @@ def test_the_loss_of_classes_is_the_models_own(tmp_path, classifier, where):
     assert set(found(change_table)["measure"]) == {"loss"}
 
 
+@pytest.mark.slow
 def test_a_masked_language_model_is_asked_for_masked_tokens(tmp_path):
     folder = tmp_path / "masked"
     kind, config = transformers.BertForMaskedLM, transformers.BertConfig
@@ -123,6 +124,7 @@ def on_the_left(folder):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_a_text_has_the_positions_that_it_has_alone_whatever_side_its_tokenizer_pads(tmp_path):
     """GPT-2 counts positions from the first column: padding in front of a text moved them."""
     folder = tmp_path / "gpt2"

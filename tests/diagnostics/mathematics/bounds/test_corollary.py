@@ -76,6 +76,7 @@ def test_conditions_that_cannot_be_stated_are_not_met():
         ]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.floats(1e-6, 1e3), st.floats(1.0, 1e3))
 def test_control_a_fixed_mask_never_qualifies_at_the_worst_case(delta, beta):

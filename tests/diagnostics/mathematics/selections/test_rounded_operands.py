@@ -253,6 +253,7 @@ def test_truncated_sums_are_within_the_truncating_bound(name, width, block):
         assert (off <= score_error(q[:, None], k[:, None], 0.3, kind)[:, 0, 0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 4])
 def test_truncated_sums_exceed_the_bound_of_sums_to_nearest(block):
     """Each of 4,096 addends of a little less than a last place of the sum is cut."""

@@ -51,6 +51,7 @@ FULL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", FULL)
 def test_a_batch_that_does_not_fit_is_halved_and_the_numbers_are_the_same(error):
     plan = KSweepPlan(rerun=True, ks=(2,), kinds=("topk",))

@@ -332,6 +332,7 @@ def test_a_thread_that_ended_in_the_middle_of_a_look_keeps_it_from_nobody():
     assert monitor.table[["step", "layer"]].values.tolist() == [[1, 0], [1, 1]]
 
 
+@pytest.mark.slow
 def test_threads_that_train_one_model_mix_up_no_looks():
     model, tokens = made(encoder).train(), torch.zeros(1, 12, dtype=torch.int64)
     with Monitor(model, every=1) as monitor:

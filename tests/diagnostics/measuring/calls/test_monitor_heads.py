@@ -515,6 +515,7 @@ def _one_head(**cells):
     return pd.DataFrame([dict.fromkeys(head_columns(()), 1.0) | place | cells])[head_columns(())]
 
 
+@pytest.mark.slow
 def test_cells_of_a_file_reach_the_terminal_as_text(tmp_path, capsys):
     attack = "\x1b]0;title\x07\x1b[2J\u202e:SEVERE"
     _one_head(alarm=attack).to_csv(tmp_path / "run-heads.csv", index=False)

@@ -164,6 +164,7 @@ def naive(encoder, tokens, label):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "topk", "topk, CLS, post-norm", "block, a global token, post-norm"])
 def test_matches_loops(kind, wild_encoder, padded_tokens):
     encoder, (tokens, labels) = wild_encoder(kind, 0.8), padded_tokens

@@ -106,6 +106,7 @@ def test_a_question_with_arguments_is_answered_once_for_each():
     assert asked == [(5, "sound"), (5, "paper"), (2, "sound")]
 
 
+@pytest.mark.slow
 def test_an_answer_is_what_the_function_returns(measured):
     findings = Findings(measured)
     assert findings(compared_pairs) == compared_pairs(findings)
@@ -113,6 +114,7 @@ def test_an_answer_is_what_the_function_returns(measured):
     pd.testing.assert_frame_equal(findings(mask_table), mask_table(findings))
 
 
+@pytest.mark.slow
 def test_what_every_command_prints_is_a_question(measured):
     findings = Findings(measured)
     for name in ("dispersion", "separation", "stability"):

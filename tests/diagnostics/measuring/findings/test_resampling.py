@@ -32,6 +32,7 @@ def width(interval):
     return interval.high - interval.low
 
 
+@pytest.mark.slow
 def test_the_interval_covers_a_known_ratio_about_as_often_as_it_says():
     rng, repetitions, covered = np.random.default_rng(0), 100, 0
     for repetition in range(repetitions):

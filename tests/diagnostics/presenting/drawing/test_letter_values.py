@@ -44,6 +44,7 @@ def test_numbers_of_layers_do_not_overlap(layers, panels, narrow):
     assert [text.get_text() for text in ax.get_xticklabels()] == [f"{tick:g}" for tick in ax.get_xticks()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("series", [1, 2])
 def test_narrow_boxes_lose_no_percentile(series):
     """Where a quarter of a box cannot be seen all its parts are as wide as the innermost, and none is left out."""

@@ -58,6 +58,7 @@ def test_models_of_the_same_attention_look_different(model):
     assert {style.line for style in topk} == {ATTENTION_STYLES["topk"].line}
 
 
+@pytest.mark.slow
 def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):
     measured = Measurements.concat([model(kind) for kind in ("full", "random", "bottomk")])
     found = Findings(measured)

@@ -51,6 +51,7 @@ def test_every_slope_is_below_its_bound(kind, wild_encoder, padded_tokens, activ
     assert together <= value(constants, "network", "sound")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_every_slope_of_a_trained_model_is_below_its_bound(tiny_models, which):
     model = tiny_models[which]
@@ -88,6 +89,7 @@ def test_the_local_form_takes_the_residual_of_the_loss(wild_encoder, padded_toke
     assert known["ln_sound"].equals(unknown["ln_sound"])
 
 
+@pytest.mark.slow
 def test_moves_in_any_direction_stay_below_the_bound(kind, wild_encoder, padded_tokens):
     """Each sample's own loss, tensors moved alone by up to a percent, along its gradient and at random."""
     encoder, (tokens, labels) = wild_encoder(kind, 0.7), padded_tokens
@@ -227,6 +229,7 @@ def test_norms_in_the_convention_of_the_papers_code(paper_code):
     assert parameters["ln_sound"].notna().all()
 
 
+@pytest.mark.slow
 def test_ties_leave_no_guarantee_and_are_said(wild_encoder, padded_tokens):
     encoder = wild_encoder("topk")
     encoder.positions.zero_()

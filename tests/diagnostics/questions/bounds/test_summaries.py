@@ -50,6 +50,7 @@ def test_a_constant_of_0_no_guarantee_and_the_unknown_stay_apart_in_json(measure
     show(registry.QUESTIONS["bounds"].answered(Findings(measured.replace(constants=constants))))
 
 
+@pytest.mark.slow
 def test_stability_has_the_numbers_of_the_tables(measured):
     for result in registry.QUESTIONS["stability"].json(Findings(measured))["results"]:
         rows = measured.secants[measured.secants["model"] == result["model"]]
@@ -63,6 +64,7 @@ def test_stability_has_the_numbers_of_the_tables(measured):
         assert not any(v["verdict"] == "violated" and v["form"] != "paper" for v in result["verdicts"])
 
 
+@pytest.mark.slow
 def test_several_noise_levels_are_told_apart(measured):
     for result in registry.QUESTIONS["stability"].json(Findings(measured))["results"]:
         rows = measured.secants[measured.secants["model"] == result["model"]]
@@ -75,6 +77,7 @@ def test_several_noise_levels_are_told_apart(measured):
                 assert level[name]["p50"] == pytest.approx(np.nanmedian(own[name]))
 
 
+@pytest.mark.slow
 def test_without_secants_the_local_constants_remain(tiny_runs):
     summary = registry.QUESTIONS["stability"].json(Findings(survey([tiny_runs.full], Conditions(samples=5))))
     assert list(summary["results"][0]["all"]) == ["local"]

@@ -36,6 +36,7 @@ def known(four, theory):
     return theory(four)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stability_curves"])
 def test_nothing_is_drawn_from_empty_tables(name, four):
     with pytest.raises(NothingToDrawError, match=r"\.$"):

@@ -87,6 +87,7 @@ def test_one_half_says_nothing(made_up):
         assert (finding.verdict, finding.numbers["vacuous"]) == (Verdict.VACUOUS, 3)
 
 
+@pytest.mark.slow
 def test_of_a_pair_with_the_same_set_more_is_known(made_up):
     """δ = 30 says nothing, largest weights of odds e⁵ do: within a range of 1 odds e⁴·⁵, ξ = 0.0217."""
     measured = made_up(("m", [0.1] * 4, TOPK))
@@ -218,6 +219,7 @@ def test_corollary_by_the_papers_equations(pair):
     assert missing.note.endswith("norms are not known: measure them with semdiag bounds")
 
 
+@pytest.mark.slow
 def test_one_k_for_rows_of_different_length_is_said(pair):
     measured = pair(np.linspace(1, 20, 8), np.linspace(0.5, 4, 8))
     words = "one k stands for rows of 2 to 4 keys: this is not a bound"
@@ -253,6 +255,7 @@ def test_a_tie_at_the_smallest_separation(pair):
     )
 
 
+@pytest.mark.slow
 def test_what_is_a_tie_grows_with_the_scores(pair):
     """Scores around 10^4 of a range of 20 nats are rounded at 10^-12: a separation of 10^-12 may be a tie."""
     measured = pair(np.linspace(1, 20, 8), [1e-11, 1, 1, 1, 1, 1, 1, 4])
@@ -277,6 +280,7 @@ def test_the_control_of_theorem_4(pair):
         assert (side, finding.verdict) == (threshold, Verdict.VIOLATED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "k"),
     [
@@ -336,6 +340,7 @@ def test_pairs_with_a_reference(made_up):
     )
 
 
+@pytest.mark.slow
 def test_pairs_with_the_same_label_are_told_apart(made_up):
     """Labels name task, attention and seed, which two sizes of a model share; and then the path, too."""
     measured = made_up(*(

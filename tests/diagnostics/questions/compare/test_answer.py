@@ -114,6 +114,7 @@ def test_the_sentences_and_the_summary_say_the_numbers(found):
     assert comparison_sentences(entry)[0] == "The weights of all 240 queries are the same."
 
 
+@pytest.mark.slow
 def test_the_figure_has_a_cell_for_each_head(found, model):
     figure = compare_map(found)
     images = {

@@ -134,6 +134,7 @@ def test_outputs_are_compared_by_their_distributions_and_losses():
         assert row["changed"] == changed > 0
 
 
+@pytest.mark.slow
 def test_what_changes_only_the_values_changes_no_weight_of_its_layer_and_the_other_way_round():
     base = Causal()
     values, keys = copy.deepcopy(base), copy.deepcopy(base)
@@ -181,6 +182,7 @@ def rounded(model, bits):
     return found
 
 
+@pytest.mark.slow
 def test_copies_of_8_and_of_4_bits_are_that_far_apart(tiny_models):
     """Steps of 4 bits are 127 / 7 = 18 times as long; half of that is left for what is not linear."""
     base = tiny_models[0].module.double()

@@ -55,6 +55,7 @@ def test_of_many_seeds_the_first_are_drawn_and_that_is_said(model):
     assert "The first 12 of 13 tasks and seeds" in " ".join(figure.get_supxlabel().split())
 
 
+@pytest.mark.slow
 def test_words_say_bounds_and_confidence(runs):
     first, others = convergence_in_short(Findings(runs))
     assert first.endswith(

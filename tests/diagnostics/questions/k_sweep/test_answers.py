@@ -234,6 +234,7 @@ def test_outputs_that_stay_infinite_are_left_out_of_their_change():
     assert again.loc[again["mask"] == "topk", "output_change"].tolist() == pytest.approx(want.tolist(), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt", [-math.inf, math.nan])
 def test_of_a_change_that_is_no_finite_number_nobody_can_tell(spoilt):
     plan = KSweepPlan(LENGTH - 1, rerun=True, ks=(1, 2))

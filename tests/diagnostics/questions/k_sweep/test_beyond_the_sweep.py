@@ -42,6 +42,7 @@ def findings():
     return Findings(survey([loaded], Conditions(plans=(plan,), dtype="float64")))
 
 
+@pytest.mark.slow
 def test_the_share_of_every_k_that_was_run_is_known_and_decides_which_are_judged(findings):
     top = change_table(findings).query("mask == 'topk'").set_index("k")
     assert list(top.index) == [32, 64, 128]

@@ -53,6 +53,7 @@ def surveyed(model, ids, plan=PLAN, **how):
     return survey([loaded], Conditions(plans=(plan,), dtype="float64", **how))
 
 
+@pytest.mark.slow
 def test_two_kinds_with_two_k_take_six_forwards_and_the_test_for_causality(model, ids):
     semdiag.k_sweep(model, ids, plan=PLAN)
     assert model.seen == [SAMPLES, SAMPLES, *ALONE, *AGAIN]
@@ -108,6 +109,7 @@ def test_a_model_from_elsewhere_has_few_k_unless_the_largest_is_named(model):
     pd.testing.assert_frame_equal(few, same, check_exact=True)
 
 
+@pytest.mark.slow
 def test_an_encoder_looks_on_too_and_its_numbers_stay(tiny_models):
     found = survey([tiny_models[0]], Conditions(samples=SAMPLES, plans=(PLAN,)))
     tokens, labels, _ = tiny_models[0].default_inputs(SAMPLES, 0)

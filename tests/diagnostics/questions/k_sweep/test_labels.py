@@ -126,6 +126,7 @@ def swept(spec, inputs, **more):
     return survey([semdiag.load(spec, **more)], Conditions(inputs=inputs, plans=(plan,), dtype="float64"))
 
 
+@pytest.mark.slow
 def test_the_loss_without_a_mask_is_transformers_own(made):
     folder, batch, inputs = made
     named = json.loads((folder / "config.json").read_text())["architectures"][0]
@@ -187,6 +188,7 @@ def test_without_its_head_labels_are_refused(made):
         swept(f"hf:{folder}", inputs, head="none")
 
 
+@pytest.mark.slow
 def test_attention_is_the_same_with_a_head_and_without(made, tmp_path):
     folder, batch, _ = made
     bare = {name: x for name, x in batch.items() if name != "labels"}

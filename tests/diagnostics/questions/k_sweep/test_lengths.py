@@ -175,6 +175,7 @@ def test_the_second_panel_has_the_cost_of_one_k_by_length(findings):
     assert line.get_ydata() == pytest.approx(np.maximum(changes, ax.get_ylim()[0]))
 
 
+@pytest.mark.slow
 def test_without_lengths_there_is_one_panel(model, ids):
     loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
     plan = KSweepPlan(rerun=True, ks=(2,), kinds=("topk",))

@@ -522,6 +522,7 @@ def test_what_a_forward_draws_is_no_change_by_a_mask():
     assert text.startswith("its forward pass draws random numbers in evaluation mode")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_half_precision_gets_its_verdict(dtype):
     """numpy knows no bfloat16: the verdict ended in a ValueError."""

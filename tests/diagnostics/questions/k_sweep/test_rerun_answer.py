@@ -113,6 +113,7 @@ def shifted(findings, ks, by):
     return Findings(findings.measurements.replace(rerun=rerun))
 
 
+@pytest.mark.slow
 def test_a_mean_that_hides_what_some_inputs_suffer_is_no_verdict(made_up):
     """0.2 nats on 2 of 300 samples are 0.0013 on average."""
     findings = shifted(made(made_up, of(4)), (4, 8, 12), {0: 0.2, 1: 0.2})
@@ -126,6 +127,7 @@ def test_a_mean_that_hides_what_some_inputs_suffer_is_no_verdict(made_up):
     assert (one.answer, one.k) == ("plausible", 4)  # of 474 samples with one, 1% of the inputs are excluded
 
 
+@pytest.mark.slow
 def test_few_samples_exclude_no_rare_harm(made_up):
     assert sparse_verdict(made(made_up, of(4), samples=298), "m").answer == "inconclusive"
     assert sparse_verdict(made(made_up, of(4), samples=299), "m").answer == "plausible"
@@ -204,6 +206,7 @@ def broken(findings, ks, value):
     return Findings(findings.measurements.replace(rerun=rerun))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value):
     """It was told as a loss: "not without loss: even k = 12 … changes the loss by +nan nats"."""
@@ -233,6 +236,7 @@ def test_of_outputs_alone_no_columns_of_dashes_are_printed(made_up, capsys, monk
     assert "interval" in heading
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_keeps_what_the_verdict_stands_on(made_up, capsys, monkeypatch):
     """It left out the share harmed and the control, and kept the divergence and the changed predictions."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -249,6 +253,7 @@ def test_a_factor_of_a_thousand_is_written_in_full(made_up):
     assert Unit("loss", perplexity=True).amount(7.0) == "× 1,100"
 
 
+@pytest.mark.slow
 def test_a_change_that_is_no_number_decides_only_where_it_stands_in_the_way(made_up):
     assert sparse_verdict(broken(made(made_up, of(1)), (1, 2), math.nan), "m").k == 4
     found = sparse_verdict(broken(made(made_up, of(1)), (1, 8), math.nan), "m")  # 12 of 16 keys is hardly sparse
@@ -427,6 +432,7 @@ def carried(made_up, some, by, samples=SAMPLES):
     return Findings(findings.measurements.replace(rerun=rerun.assign(loss=loss)))
 
 
+@pytest.mark.slow
 def test_what_no_sample_shows_has_no_interval_and_says_what_is_known(made_up, capsys):
     """It was "0, < 5e-05", where 7 of 16,000 fresh samples fail: 80% of runs with 500 samples see none of them."""
     findings = carried(made_up, 300, 0.0004, 500)

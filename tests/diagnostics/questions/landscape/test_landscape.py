@@ -106,6 +106,7 @@ def test_the_checkpoint_is_a_cell(tiny_models, inputs):
         assert (here["distance"] == 0).all()
 
 
+@pytest.mark.slow
 def test_the_seed_decides(tiny_models, inputs):
     one, again, other = (landscape(tiny_models[1], *inputs, plan=FEW, seed=s) for s in (0, 0, 1))
     pd.testing.assert_frame_equal(one, again)

@@ -66,6 +66,7 @@ def mean_loss(model, inputs, point):
         return float(F.cross_entropy(naive(inputs[0]), inputs[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
 def test_secants_on_circles_are_quotients_of_the_points_they_name(tiny_models, inputs, kind):
     model, points = tiny_models[kind], []
@@ -126,6 +127,7 @@ def test_gradients_are_those_of_the_mean_loss(tiny_models, inputs, kind, monkeyp
     assert all(p.grad is None for p in encoder.encoder.parameters())
 
 
+@pytest.mark.slow
 def test_gradients_in_the_ball_lie_in_it_and_below_their_bounds(tiny_models, inputs):
     encoder = moved(tiny_models[1], gradients=True)
     rows = pd.DataFrame(ball_gradients(encoder, *inputs, radius=0.5, draws=12, seed=0))
@@ -168,6 +170,7 @@ def test_jacobian_norms_lie_between_what_a_dense_jacobian_shows(tiny_models, inp
     assert found <= float(upper) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.processor
 def test_padded_tokens_neither_move_nor_count(tiny_models, monkeypatch):
     encoder = copy.deepcopy(tiny_models[0].module).double().eval()

@@ -156,6 +156,7 @@ class Biased(nn.Module):
         return F.scaled_dot_product_attention(q, k, mixed)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_bias_is_counted_as_not_covered():
     inputs = torch.randn(6, 9, 8, generator=torch.Generator().manual_seed(1))
     found = survey([_loaded(Biased(), inputs)], Conditions(plans=(PrecisionPlan(FORMATS, k=3),)))
@@ -220,6 +221,7 @@ def said(findings):
     return " ".join(each for each in details if isinstance(each, str))
 
 
+@pytest.mark.slow
 def test_shares_are_of_the_covered_rows(by_hand):
     findings = Findings(by_hand)
     first = precision_of(findings, by_hand.models["model"].iloc[0])
@@ -236,6 +238,7 @@ def test_shares_are_of_the_covered_rows(by_hand):
     assert precision_of(findings, by_hand.models["model"].iloc[2]) == []
 
 
+@pytest.mark.slow
 def test_what_is_said_of_each_model(by_hand):
     details = registry.QUESTIONS["mask-precision"].answered(Findings(by_hand)).details
     full, first, _, last, topk, second, *_, banded = details
@@ -253,6 +256,7 @@ def test_what_is_said_of_each_model(by_hand):
     assert glance.words.startswith("of the masks of 2 models change in bfloat16")
 
 
+@pytest.mark.slow
 def test_a_certified_row_that_changed_is_called_a_fault(by_hand):
     masks = by_hand.rounded_masks.copy()
     masks.loc[0, "certified_changed"] = 1
@@ -261,6 +265,7 @@ def test_a_certified_row_that_changed_is_called_a_fault(by_hand):
     assert "1 of 72 certified ones changed" in precision_glance(findings).words
 
 
+@pytest.mark.slow
 def test_a_curve_for_each_format_with_its_ties_and_its_certificates(by_hand):
     figure = masks_in_formats(Findings(by_hand))
     full, topk = (ax for ax in figure.axes if ax.get_visible())
@@ -277,6 +282,7 @@ def test_a_curve_for_each_format_with_its_ties_and_its_certificates(by_hand):
         masks_in_formats(Findings(nothing))
 
 
+@pytest.mark.slow
 def test_measurements_keep_both_tables(by_hand, tmp_path):
     by_hand.save(tmp_path / "kept")
     again = Measurements.load(tmp_path / "kept")

@@ -49,6 +49,7 @@ def naive_row(z, later, kept, sign):
     return after != before, ranked[kept - 1] == ranked[kept], lost / sum(weights.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strip", [None, 1])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sign", [1, -1])

@@ -37,6 +37,7 @@ def pair(model):
     return Measurements.concat([model("full"), model("topk"), model("banded")])
 
 
+@pytest.mark.slow
 def test_agreement_is_drawn_against_layers_by_noise(pair, probed):
     figure = registry.figures()["masks_unchanged"](Findings(probed(pair)))
     full, topk = figure.axes
@@ -53,6 +54,7 @@ def test_agreement_is_drawn_against_layers_by_noise(pair, probed):
     assert "Noise 10%. Heads pooled" in " ".join(alone.split())
 
 
+@pytest.mark.slow
 def test_every_model_without_a_mask_is_titled_so(pair, probed):
     found = probed(pair)
     models = found.models.assign(attention=found.models["attention"].replace("full", "causal"))
@@ -63,6 +65,7 @@ def test_every_model_without_a_mask_is_titled_so(pair, probed):
     assert ["top-3 it would choose" in title for title in titles].count(True) == 1
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_layer_resamples_the_sequences_of_all_its_heads(pair, probed):
     """Its ends are those of the rows of all heads, not a mean of the heads' own ends."""
     found = probed(pair)
@@ -84,6 +87,7 @@ def test_the_interval_of_a_layer_resamples_the_sequences_of_all_its_heads(pair, 
         assert row["exact_low"] < row["exact"] < row["exact_high"]
 
 
+@pytest.mark.slow
 def test_the_cost_is_drawn_with_interval_control_and_tolerance_and_each_kind_is_named(pair, probed, reruns):
     findings = Findings(reruns(probed(pair)))
     figure = registry.figures()["cost"](findings)
@@ -112,6 +116,7 @@ def test_the_cost_is_drawn_with_interval_control_and_tolerance_and_each_kind_is_
     assert figure.said["keys-topk--point-0"].startswith("top-k by head, k = 1, ")
 
 
+@pytest.mark.slow
 def test_names_at_the_ends_of_lines_keep_apart(pair, probed, reruns):
     for ax in registry.figures()["cost"](Findings(reruns(probed(pair)))).axes:
         places = sorted(text.xy[1] for text in ax.texts if text.get_gid())
@@ -165,6 +170,7 @@ def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
     assert masks_glance(Findings(both)) == tile
 
 
+@pytest.mark.slow
 def test_what_is_said_of_other_k(pair, probed):
     full, topk, banded = registry.QUESTIONS["k-sweep"].answered(Findings(probed(pair))).details
     assert "inconclusive before it is run with masks: k = 6 keeps 100.0% of the weight" in full
@@ -172,6 +178,7 @@ def test_what_is_said_of_other_k(pair, probed):
     assert banded.endswith("inconclusive: its mask does not rank keys by their scores.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("range_of_full", "said"),
     [

@@ -146,6 +146,7 @@ def test_a_query_that_drops_nothing_does_not_count(wild_encoder):
         OverlapPlan(0)
 
 
+@pytest.mark.slow
 def test_findings_say_how_much_is_shared_and_by_chance(tiny_runs):
     found = Findings(survey([tiny_runs.topk, tiny_runs.full], Conditions(samples=6, plans=(OverlapPlan(3),))))
     table = found(overlap_table)

@@ -44,6 +44,7 @@ def found():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_window_loses_what_it_cannot_reach_and_top_k_does_not(found):
     table = found(retrieval_table).set_index(["task", "mask", "distance"]).sort_index()
     for task in ("passkey", "induction"):
@@ -93,6 +94,7 @@ def test_texts_have_their_length_and_the_answer_stands_at_its_distance(task):
         assert not any(ids[at : at + n] == answer for at in range(place))
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_do_it_is_not_judged():
     blind = Copier(len(tokenizer_of()), sharp=0.0)
     said = answer(

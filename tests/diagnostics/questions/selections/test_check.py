@@ -108,6 +108,7 @@ def drawn_indices(draw, scores, k, first, end):
     return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("rule", RULES)
 def test_thousands_of_rows_are_what_loops_say(name, rule):

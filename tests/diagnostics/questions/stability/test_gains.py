@@ -40,6 +40,7 @@ def exact(q, k, v, kept, scale):
     return [float(torch.linalg.matrix_norm(torch.cat(some, 1), 2)) for some in (parts, parts[:2], parts[2:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal, shared keys", "top-k"])
 def test_gains_are_norms_of_whole_jacobians(kind):
     torch.manual_seed(0)
