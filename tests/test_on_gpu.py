@@ -26,7 +26,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert "torch sees no CUDA device" in outcome.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_dry_run_ends_and_leaves_nothing_to_do(tmp_path):
     outcome = run("--dry-run", tmp_path)
     assert outcome.returncode == 0, outcome.stdout
