@@ -50,6 +50,7 @@ COMPARED = [
         id=line.split()[1],
         marks=[
             *[pytest.mark.slow] * (line.split()[1] in SLOW),
+            *[pytest.mark.nightly] * (line.split()[1] == "lipschitz"),
             *[pytest.mark.processor] * (line.split()[1] not in {*WITHOUT_NUMBERS, "lipschitz"}),  # half a minute
         ],
     )

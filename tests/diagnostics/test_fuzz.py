@@ -99,6 +99,7 @@ def test_every_mutated_file_is_read_or_refused(good):
     assert sum(every.values()) >= NUMBERS["in process"]
 
 
+@pytest.mark.nightly
 def test_every_report_of_mutated_tables_is_written_or_refused(good):
     outcomes = fuzz(good, "reports")
     assert set(outcomes) <= {"exit 0", "exit 2"}

@@ -235,7 +235,8 @@ def test_masks_and_places_in_buffers_are_no_packed_weights(copied):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param("copy", marks=pytest.mark.nightly), "with 'quotes\"", "back\\slash"]
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("copy", "with 'quotes\"")), "back\\slash"],
 )
 def test_the_recipe_for_a_folder_of_bin_files_keeps_head_and_tokenizer(bert, tmp_path, name):
     folder = tmp_path / name

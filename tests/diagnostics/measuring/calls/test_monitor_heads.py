@@ -426,7 +426,7 @@ def test_the_command_shows_the_quantities_of_each_k(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps"), [(0, 100), *(pytest.param(seed, 300, marks=pytest.mark.slow) for seed in (0, 1, 2))]
+    ("seed", "steps"), [(0, 100), *(pytest.param(seed, 300, marks=pytest.mark.nightly) for seed in (0, 1, 2))]
 )
 def test_a_run_that_diverges_alarms_and_a_healthy_one_does_not(seed, steps, monkeypatch):
     """As large a rate leaves no doubt on any processor: the loss ends above ten times that of chance."""
