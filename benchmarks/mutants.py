@@ -4,12 +4,15 @@
     python benchmarks/mutants.py diagnostics/semdiag/capturing diagnostics/semdiag/measuring --draws 40 --seed 1
 
 A drawn change is made in a copy of the tree; the tests that mirror its file run until the first failure. What
-survives is printed with its line: a test is missing there, or the change means nothing. It is the measure for cuts
-of tests: with the same seed, as many changes must be noticed as before.
+survives is printed with its line: a test is missing there, or the change means nothing.
+
+It is the measure for cuts of tests. ``--same-as OTHER`` draws only from what another checkout has, too, in the
+same file; run in both checkouts with the same seed, it makes the same changes, and as many must be noticed.
 """
 
 import argparse
 import ast
+import copy
 import os
 import random
 import re
@@ -68,21 +71,39 @@ def _counts(node: ast.BinOp) -> bool:
                    isinstance(getattr(side, "value", 0), str) for side in sides)  # fmt: skip
 
 
-def draw(files: list[Path], number: int, seed: int) -> list[tuple[Path, int]]:
-    """Draw places of changes, each file as often as it has places: a file and the change's number in it."""
-    places = [
-        (file, index)
-        for file in files
-        for index, _ in enumerate(changes(ast.parse(file.read_text(encoding="utf-8"))))
-    ]
+def draw(files: list[Path], number: int, seed: int, other: Path | None) -> list[tuple[Path, str, int]]:
+    """Draw places of changes: a file, a function or class in it, and the change's number therein."""
+    places = []
+    for file in files:
+        theirs = definitions(other / file.relative_to(ROOT)) if other else None
+        for name, node in definitions(file).items():
+            if theirs is None or (name in theirs and code(theirs[name]) == code(node)):
+                places += [(file, name, index) for index, _ in enumerate(changes(node))]
     return sorted(random.Random(seed).sample(places, min(number, len(places))))
 
 
-def changed(file: Path, index: int) -> tuple[str, int]:
+def definitions(file: Path) -> dict[str, ast.AST]:
+    """Return the functions and classes of a file by name."""
+    tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def code(definition: ast.AST) -> str:
+    """Return what a definition does, as text: without its docstrings."""
+    copied = copy.deepcopy(definition)
+    for node in ast.walk(copied):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(copied)
+
+
+def changed(file: Path, name: str, index: int) -> tuple[str, int]:
     """Return the file's text after one change, and the line of the change."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    node, field, value = list(changes(tree))[index]
+    inside = definitions(file)[name]
+    node, field, value = list(changes(inside))[index]
     setattr(node, field, value)
+    tree.body = [inside if getattr(old, "name", None) == name else old for old in tree.body]  # type: ignore[misc]
     return ast.unparse(tree), node.lineno  # type: ignore[attr-defined]
 
 
@@ -100,6 +121,22 @@ def tests_of(file: Path) -> list[Path]:
     return [*named, *(test for test in importing if not {test, *test.parents} & {*named})] or [room]
 
 
+def fail(tree: Path, tests: list[Path], marks: str, seconds: int) -> bool:
+    """Return whether a test with these marks fails, or is not done after so many seconds."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tree / "diagnostics"), str(tree / "models")]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    words = ["-m", "pytest", "-qx", "-n", "0", "-p", "no:cacheprovider", "-m", marks, *map(str, tests)]
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tree, env=environment, capture_output=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode not in (0, 5)  # 5: there are no such tests
+
+
 def main() -> None:
     """Draw, change, run, count."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -107,43 +144,29 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=40, help="number of changes")
     parser.add_argument("--seed", type=int, default=0, help="random seed for the draws")
     parser.add_argument("--seconds", type=int, default=300, help="time after which tests count as failed")
+    parser.add_argument("--same-as", type=Path, help="change only what this other checkout has, too")
+    parser.add_argument("--slow", action="store_true", help="run the slow tests where the others notice nothing")
     options = parser.parse_args()
     given = [folder.resolve() for folder in options.folders]
     files = sorted(file for folder in given for file in ([folder] if folder.is_file() else folder.rglob("*.py")))
-    noticed, drawn = 0, draw(files, options.draws, options.seed)
+    noticed: list[str | None] = []
+    drawn = draw(files, options.draws, options.seed, options.same_as)
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary, "tree")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "reports", "node_modules", "__pycache__"))
-        paths = os.pathsep.join([str(copy / "diagnostics"), str(copy / "models")])
-        environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-        for number, (file, index) in enumerate(drawn, 1):
-            text, line = changed(file, index)
+        tree = Path(temporary, "tree")
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "reports", "node_modules", "__pycache__"))
+        for number, (file, name, index) in enumerate(drawn, 1):
+            text, line = changed(file, name, index)
             place = file.relative_to(ROOT)
-            (copy / place).write_text(text, encoding="utf-8")
-            words = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-x",
-                "-n",
-                "0",
-                "-p",
-                "no:cacheprovider",
-                *tests_of(file),
-            ]
-            try:
-                found = subprocess.run(
-                    words, cwd=copy, env=environment, capture_output=True, timeout=options.seconds
-                ).returncode
-            except subprocess.TimeoutExpired:
-                found = 1
-            shutil.copy(file, copy / place)
-            noticed += found != 0
-            said = "noticed " if found else "SURVIVED"
+            (tree / place).write_text(text, encoding="utf-8")
+            runs = ["not slow", "slow"] if options.slow else ["not slow"]
+            found = next((marks for marks in runs if fail(tree, tests_of(file), marks, options.seconds)), None)
+            shutil.copy(file, tree / place)
+            noticed.append(found)
+            said = {"not slow": "noticed ", "slow": "slowly  ", None: "SURVIVED"}[found]
             source = file.read_text(encoding="utf-8").splitlines()[line - 1].strip()
             print(f"{number:3d} {said} {place}:{line}: {source[:90]}", flush=True)
-    print(f"{noticed} of {len(drawn)} changes are noticed (seed {options.seed}).")
+    default, slowly = (noticed.count(marks) for marks in ("not slow", "slow"))
+    print(f"Seed {options.seed}: {default} of {len(drawn)} noticed by default tests, {slowly} by slow ones alone.")
 
 
 if __name__ == "__main__":
