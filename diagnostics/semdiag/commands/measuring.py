@@ -152,7 +152,9 @@ class Asked:
         from semdiag_models import InputError
 
         quiet, typed = self.values["quiet"], self.typed
-        run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
+        jobs, ray = self.values.get("jobs"), self.values.get("ray", "")
+        if jobs is not None and jobs < 1:
+            raise InputError(f"--jobs must be at least 1. Got {jobs}.")
         named, other_files = without_other_files(list(models or ()))
         if other_files and not quiet:
             tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, other_files))}.")
@@ -176,6 +178,9 @@ class Asked:
                 conditions = replace(conditions, samples=held_out)
             elif "samples" in typed:
                 conditions = replace(conditions, first=conditions.samples)
+            many = len(encoders) == len(paths) >= _MANY and conditions.plans
+            if run is None and (jobs or ray or (many and _several_cores(conditions.device))):
+                run = in_processes(jobs, ray)
             say = (lambda text: None) if quiet else (lambda text: tell(f"semdiag: {text}"))
             measurements = (run or partial(survey, own=True, expect=bar.expect, say=say))(
                 loaded, conditions, bar.announce, bar.advance
@@ -320,15 +325,19 @@ def _normalised(models: list[str]) -> set[str]:
     return {os.path.normpath(model).removesuffix(f"{os.sep}last.pt") for model in models}
 
 
-def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | None":
-    """Return a function that measures models in other processes; None to measure in this one."""
-    from semdiag_models import InputError
+_MANY = 4  # checkpoints that are worth the start of other processes
 
-    if jobs is not None and jobs < 1:
-        raise InputError(f"--jobs must be at least 1. Got {jobs}.")
-    if jobs is None and not ray:
-        return None  # without importing the rest
 
+def _several_cores(device: str) -> bool:
+    """Return whether models are measured on a CPU with more than one core."""
+    from semdiag_models.training import find_device
+    from semdiag_models.workers import cores
+
+    return find_device(device).type == "cpu" and cores() > 1
+
+
+def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements]":
+    """Return a function that measures models in other processes, by default in as many as there is room for."""
     from semdiag.measuring.survey import one_thread, run_in_parallel, run_order, survey
     from semdiag_models.training import find_device
     from semdiag_models.workers import LocalWorkers, RayWorkers
@@ -356,7 +365,7 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
             orders = [(path, (path, decided)) for path in paths]
             if ray:
                 return run_in_parallel(orders, RayWorkers(ray, 0.0, jobs, run_order), ended)
-            local = LocalWorkers(jobs or 1, run_order, len(orders), max(model.size for model in loaded))
+            local = LocalWorkers(jobs, run_order, len(orders), max(model.size for model in loaded))
             return run_in_parallel(orders, local, ended)
 
         return survey(loaded, conditions, elsewhere=apart)

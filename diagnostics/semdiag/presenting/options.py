@@ -172,8 +172,8 @@ class Shared:
     head: Head = "auto"
     jobs: int | None = chosen(
         None, "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
-        "rerun. Their number changes no result, to the last bit. Default: one model after the other, in this "
-        "process.", show_default=False, panel=WHERE,
+        "rerun. Their number changes no result, to the last bit. Default: one a core for four or more checkpoints "
+        "on a CPU; otherwise this process measures one model after the other.", show_default=False, panel=WHERE,
     )  # fmt: skip
     ray: Ray = ""
     out: Path | None = chosen(
