@@ -42,6 +42,7 @@ FAULTY = re.compile(r"^[1-9][\d,]* of .* faulty\.$|does not explain [1-9]", re.M
 WRITING = {*registry.reported(), "report"}  # commands that write a page
 # Above three seconds alone. What trains prints accuracies that are the processor's, and is not compared.
 SLOW = {"bounds", "check", "convergence", "k-sweep", "landscape", "lipschitz", "mask-stability", "report", "sweep"}
+NIGHTLY = {"lipschitz", "report"}  # half a minute; .ci/run writes a report of all checkpoints
 WITHOUT_NUMBERS = {"list", "info", "report", "sweep"}
 COMPARED = [
     pytest.param(
@@ -50,7 +51,7 @@ COMPARED = [
         id=line.split()[1],
         marks=[
             *[pytest.mark.slow] * (line.split()[1] in SLOW),
-            *[pytest.mark.nightly] * (line.split()[1] == "lipschitz"),
+            *[pytest.mark.nightly] * (line.split()[1] in NIGHTLY),
             *[pytest.mark.processor] * (line.split()[1] not in {*WITHOUT_NUMBERS, "lipschitz"}),  # half a minute
         ],
     )

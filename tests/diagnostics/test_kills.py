@@ -1,4 +1,4 @@
-"""Fifty kills, at moments nobody chose: a report is whole or the old one, a run goes on to the same weights."""
+"""Kills at moments nobody chose, by night fifty: a report is whole or the old one, a run ends as it would have."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that begin as copies"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
-REPORTS, RUNS, SWEEPS = 20, 20, 10
+REPORTS, RUNS, SWEEPS = (20, 20, 10) if os.environ.get("SEMDIAG_EVERY_CASE") else (10, 8, 4)
 
 
 def killed(work, seconds):
