@@ -142,14 +142,14 @@ def token_std(x: Tensor, eps: float) -> Tensor:
     return (x.var(-1, unbiased=False) + eps).sqrt()
 
 
-_SCORE_GRADIENTS = 2**20  # largest number of scores in one pass (or one sample's)
+_MOMENTS = 2**20  # largest number of scores or of covariances' entries in one pass (or one sample's)
 BOUNDED_TENSORS = ("attention.q.weight", "attention.q.bias", "attention.k.weight")
 
 
 def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
     """Bound the gradient of the mean cross-entropy in W_q, b_q and W_k of every block at this point."""
-    length = tokens.shape[1] + encoder.config.extra_tokens
-    per_pass = max(1, _SCORE_GRADIENTS // (encoder.config.heads * length**2))
+    config, length = encoder.config, tokens.shape[1] + encoder.config.extra_tokens
+    per_pass = max(1, _MOMENTS // (config.heads * length * max(length, config.width * config.head_width)))
     sums = torch.zeros(len(encoder.blocks), len(BOUNDED_TENSORS), encoder.config.heads).to(tokens.device).double()
     for ids, classes in zip(torch.split(tokens, per_pass), torch.split(labels, per_pass), strict=True):
         calls: list[BlockCall] = []
