@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from semdiag_models.attention import ATTENTIONS
-from semdiag_models.config import ACTIVATIONS, ModelConfig, TrainingConfig
+from semdiag_models.config import _IN_THE_LABEL, ACTIVATIONS, ModelConfig, TrainingConfig
 from semdiag_models.reading import InputError
 
 MODEL = {"vocabulary_size": 3, "classes": 2, "length": 40}
@@ -172,6 +172,12 @@ def test_a_huge_value_of_the_wrong_type_is_shown_on_one_short_line():
 def test_records_cannot_be_changed():
     with pytest.raises(FrozenInstanceError):
         ModelConfig(**MODEL).length = 5
+
+
+def test_runs_that_differ_in_an_option_of_their_attention_have_other_labels():
+    """The seed of a selection is left out, as the seed of the run is."""
+    options = {name for kind in ATTENTIONS.values() for name in kind.options}
+    assert options - {"k", "selection_seed"} <= {*_IN_THE_LABEL}
 
 
 def test_the_label_names_attention_and_k():
