@@ -153,7 +153,7 @@ def main() -> None:
     drawn = draw(files, options.draws, options.seed, options.same_as)
     with tempfile.TemporaryDirectory() as temporary:
         tree = Path(temporary, "tree")
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "reports", "node_modules", "__pycache__"))
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "node_modules", "__pycache__"))
         for number, (file, name, index) in enumerate(drawn, 1):
             text, line = changed(file, name, index)
             place = file.relative_to(ROOT)
