@@ -44,7 +44,7 @@ def real():
         SecantsPlan((0.01,)), BoundsPlan(), NoisePlan((0.01,), draws=1), OverlapPlan(5),
         PrecisionPlan(("bf16", "fp16", "fp8-e4m3", "fp8-e5m2")),
         KSweepPlan(8, True, kinds=("topk", "window", "topk-layer", "random")),
-        LandscapePlan(grid=3), LipschitzPlan(2, 2, 2, 8),
+        LandscapePlan(grid=3), LipschitzPlan(1, 2, 2, 8),
         ComparePlan(),
     )  # fmt: skip
     conditions = Conditions(samples=4, k=(5,), probe_samples=2, plans=plans)
