@@ -12,8 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.commands.sweep import SCHEMA
-from semdiag.commands.sweep import read_history as history_of
+from semdiag.commands.sweep_results import SCHEMA
+from semdiag.commands.sweep_results import read_history as history_of
 from semdiag_models import InputError
 from semdiag_models.reading import read_bytes, read_json
 from semdiag_models.sweep import SweepRun

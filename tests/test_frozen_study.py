@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.commands.sweep import SCHEMA
+from semdiag.commands.sweep_results import SCHEMA
 from semdiag_models import InputError
 from semdiag_models.training import HISTORY_COLUMNS
 

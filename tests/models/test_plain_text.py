@@ -6,7 +6,7 @@ import io
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from semdiag.commands.sweep import RunResult, write_results
+from semdiag.commands.sweep_results import RunResult, write_results
 from semdiag_models.reading import csv_cell, from_csv_cell, visible
 
 

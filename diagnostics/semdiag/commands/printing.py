@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import typer
 
 from semdiag.commands.measuring import command_line
+from semdiag.commands.sweep_results import RunResult, result, results_document
 from semdiag.commands.train import TimedBar
 from semdiag.measuring.words import count, counted, four_digits, percent, plain, text, three_digits
 from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
@@ -16,7 +17,6 @@ from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
 from semdiag.reporting.gate import Verification
 
 if TYPE_CHECKING:
-    from semdiag.commands.sweep import RunResult
     from semdiag_models.sweep import SweepRun
 
 _ROWS = 100  # printed; the files hold all
@@ -34,8 +34,6 @@ _RESULTS = (
 
 def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_json: bool, quiet: bool) -> None:
     """Print runs and the epochs that are left by task and attention, and all runs in JSON."""
-    from semdiag.commands.sweep import result
-
     found = [result(run, folder / run.name, 1.0, None, records, keep=False) for run in runs]
     left = [
         0 if row.status in ("done", "failed") else run.training.epochs - row.epochs
@@ -72,10 +70,8 @@ def _echo_json(content: dict[str, Any]) -> None:
     typer.echo(json.dumps(content, indent=1, allow_nan=False))
 
 
-def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json: bool, quiet: bool) -> None:
+def print_results(rows: list[RunResult], folder: Path, target: float, as_json: bool, quiet: bool) -> None:
     """Print the table of results; of very many runs only those that are not done."""
-    from semdiag.commands.sweep import results_document
-
     if as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
@@ -132,7 +128,7 @@ class SweepProgress(TimedBar):
         ended = f"{task.fields['ended']} of {counted(self._count, 'run')} ended{failed}"
         return f"{ended}, {task.percentage:.0f}% of epochs"
 
-    def ended(self, run: "SweepRun", row: "RunResult") -> None:
+    def ended(self, run: "SweepRun", row: RunResult) -> None:
         """Count a run that has ended, and say how."""
         self._closed += self.open.pop(run.name)
         self._failed += row.status != "done"

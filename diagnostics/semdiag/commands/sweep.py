@@ -1,27 +1,22 @@
-"""``semdiag sweep``: trains the runs of a file, and keeps a row and, where asked, a record of each."""
+"""``semdiag sweep``: trains the runs of a file."""
 
-import json
-import math
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from semdiag.commands.measuring import command_line
+from semdiag.commands.sweep_results import RunResult, result, write_results
 from semdiag.presenting import options
 from semdiag.presenting.terminal import beside_json, tell
-from semdiag_models.reading import InputError, RunLock, read_json, refuse, write_csv, write_text
+from semdiag_models.reading import InputError, RunLock
 
 if TYPE_CHECKING:
-    from semdiag_models import Checkpoint
     from semdiag_models.sweep import Outcome, SweepRun
     from semdiag_models.workers import Workers
-
-SCHEMA = "semdiag.run/1"  # of a record
 
 
 def sweep(
@@ -135,13 +130,13 @@ class _Ways:
 
 def _train(
     runs: "list[SweepRun]", folder: Path, ways: _Ways, workers: "Callable[[Sequence[Sequence[SweepRun]]], Workers]"
-) -> list["RunResult"]:
+) -> list[RunResult]:
     from semdiag.commands.printing import SweepProgress
     from semdiag_models.sweep import Order, together, train_all
 
     provenance = {"command": command_line(), "target": ways.target}
 
-    def row_of(run: "SweepRun", outcome: "Outcome | None" = None) -> "RunResult":
+    def row_of(run: "SweepRun", outcome: "Outcome | None" = None) -> RunResult:
         return result(run, folder / run.name, ways.target, outcome, ways.records)
 
     with ExitStack() as undo:
@@ -178,116 +173,3 @@ def _train(
             )
             raise typer.Exit(130) from None
     return list(rows.values())
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """One row of a sweep's results."""
-
-    run: str  # name of the folder
-    status: str  # done, begun, waiting, diverged or failed: docs/commands/training.md
-    task: str  # label of the task
-    attention: str  # kind of attention, with k and global tokens in columns of their own
-    k: int | None
-    global_tokens: int
-    activation: str
-    seed: int
-    epochs: int  # number of finished epochs, among those requested
-    epochs_to_target: int | None  # first epoch that reaches the target's training accuracy; None if none does
-    train_accuracy: float | None  # after the last epoch, in [0, 1]
-    holdout_accuracy: float | None  # after the last epoch
-    best_holdout_accuracy: float | None  # after the best epoch
-    seconds: float  # of all epochs, including evaluation; summed over interruptions
-    problem: str  # what went wrong, or that there are more epochs, in one line
-
-
-def result(
-    run: "SweepRun", folder: Path, target: float, outcome: "Outcome | None" = None, records: Path | None = None,
-    keep: bool = True,
-) -> RunResult:  # fmt: skip
-    """Return a run's row, from its folder or, if that is not finished, from its record; keep a record of it."""
-    from semdiag_models.sweep import inspect
-    from semdiag_models.training import ended
-
-    problem, recorded, saved = "" if outcome is None else outcome.problem, None, None
-    try:
-        if records is not None and (path := records / f"{run.name}.json").exists():
-            recorded = read_history(path, read_json(path), run)
-        status, saved = inspect(folder, run)
-        known = len((recorded or {}).get("epoch", ()))
-        if keep and records and saved and status == "done" and saved.epoch > known:
-            _write_record(records, run, saved)
-    except InputError as error:
-        status, problem = "failed", str(error)
-    history = {} if saved is None else saved.history
-    if recorded is not None and status not in ("done", "failed") and ended(recorded, run.training):
-        status, history = "done", recorded
-    if outcome is not None and status != "done":
-        status = outcome.status
-    epochs, asked = len(history.get("epoch", ())), run.training.epochs
-    if epochs > asked:  # the file requested more epochs before
-        history = {name: values[:asked] for name, values in history.items()}
-        problem = problem or f"was trained to epoch {epochs} before; this row is of epoch {asked}"
-    train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
-    return RunResult(
-        run.name, status, run.training.task_label, run.model.attention, run.model.k, run.model.global_tokens,
-        run.model.activation, run.training.seed, min(epochs, asked),
-        next((n for n, reached in enumerate(train, start=1) if reached >= target), None),
-        train[-1] if train else None, holdout[-1] if holdout else None, max(holdout, default=None),
-        round(sum(history.get("seconds", [])), 3), problem,
-    )  # fmt: skip
-
-
-def read_history(path: Path, content: Any, run: "SweepRun") -> dict[str, list[float]]:
-    """Return the history in a run's record, which stands at a path."""
-    from semdiag_models import ModelConfig, TrainingConfig
-    from semdiag_models.sweep import identity
-    from semdiag_models.training import HISTORY_COLUMNS
-
-    try:
-        refuse(content["schema"] != SCHEMA, f"its schema is {content['schema']!r}")
-        training, model = TrainingConfig.from_dict(content["training"]), ModelConfig.from_dict(content["model"])
-        history: dict[str, list[float]] = content["history"]
-        whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
-        finite = all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c)
-        refuse(not whole or not finite, "its history is not a list of numbers per quantity")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
-    if identity(model, training) != identity(run.model, run.training):
-        raise InputError(f"{path} is the record of another configuration. Move it away.")
-    return history
-
-
-def _write_record(folder: Path, run: "SweepRun", saved: "Checkpoint") -> None:
-    """Write a finished run's record, ``NAME.json``; a history has seven digits, as float32 has no more."""
-    from semdiag_models import weights_sha256
-
-    facts = {k: _without_folders(v) if k == "command" else v for k, v in saved.provenance.items()}
-    short = {k: [v if isinstance(v, int) else float(f"{v:.7g}") for v in c] for k, c in saved.history.items()}
-    content = {
-        "schema": SCHEMA, "run": run.name, "model": saved.model.to_dict(), "training": saved.training.to_dict(),
-        "epochs": saved.epoch, "weights": weights_sha256(saved.state), "provenance": facts, "history": short,
-    }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{run.name}.json", json.dumps(content, allow_nan=False) + "\n")
-
-
-def _without_folders(command: str) -> str:
-    """Reduce absolute paths in a command, also after ``--option=``, to their last parts."""
-    words = []
-    for word in shlex.split(command):
-        option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
-        words.append(f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}")
-    return shlex.join(words)
-
-
-def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the results as plain values for JSON."""
-    return {"schema": "semdiag.sweep/1", "provenance": provenance, "results": [vars(row) for row in rows]}
-
-
-def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:
-    """Write ``results.csv`` and ``results.json``, each whole or not at all."""
-    write_csv(folder / "results.csv", [[f.name for f in fields(RunResult)], *(vars(row).values() for row in rows)])
-    document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
-    write_text(folder / "results.json", document + "\n")

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from semdiag.commands.printing import SweepProgress
-from semdiag.commands.sweep import result
+from semdiag.commands.sweep_results import result
 from semdiag.commands.train import TrainingProgress
 from semdiag.presenting import terminal as minutes
 from semdiag.presenting.progress import Stages

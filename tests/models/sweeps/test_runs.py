@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from semdiag.commands.sweep import result
+from semdiag.commands.sweep_results import result
 from semdiag_models import InputError, read_checkpoint, write_checkpoint
 from semdiag_models.checkpoint import weights_sha256
 from semdiag_models.sweep import (
