@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def test_modules_are_imported_by_statements_which_the_contracts_see():
                 places.add(file.relative_to(folder).as_posix())
     own, of_users = {"mathematics/__init__.py", "presenting/question.py"}, {"capturing/loading.py"}
     assert places == {"__init__.py", "questions/registry.py"} | own | of_users
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """A package's face aside, which may call on its own files: a question's command calls what measures."""
+    grimp = pytest.importorskip("grimp")
+    for name in ("semdiag", "semdiag_models"):
+        graph, inside = grimp.build_graph(name, exclude_type_checking_imports=True), {}
+        for file in graph.modules:
+            imported = graph.find_modules_directly_imported_by(file)
+            inside[file] = {other for other in imported if not other.startswith(f"{file}.")}
+        TopologicalSorter(inside).prepare()
 
 
 @pytest.mark.slow
