@@ -1,11 +1,13 @@
 """``--jobs`` and ``--ray``: what they refuse, and that they change no byte but the command's."""
 
 import json
+import shutil
 import sys
 import warnings
 
 import pytest
 
+from semdiag.measuring.survey import survey
 from semdiag.questions.registry import QUESTIONS
 
 
@@ -39,6 +41,29 @@ def test_commands_that_measure_one_model_after_the_other_have_both():
     commands = {name: question for name, question in QUESTIONS.items() if question.help}
     without = {name for name, each in commands.items() if {"jobs", "ray"} <= set(each.leave_out)}
     assert without == {"compare", "convergence", "look", "retrieval", "selections"}
+
+
+@pytest.mark.parametrize(
+    ("command", "checkpoints", "cores", "apart"),
+    [("overlap", 4, 2, True), ("overlap", 3, 2, False), ("overlap", 4, 1, False), ("dispersion", 4, 2, False)],
+)
+def test_by_default_many_checkpoints_with_more_than_statistics_get_a_process_a_core(
+    here, run_semdiag, tiny_runs, monkeypatch, command, checkpoints, cores, apart
+):
+    asked = []
+
+    def in_processes(*limits):
+        asked.append(limits)
+        return lambda loaded, conditions, announce, after_batch: survey(loaded, conditions)
+
+    monkeypatch.setattr("semdiag_models.workers.cores", lambda: cores)
+    monkeypatch.setattr("semdiag.commands.measuring.in_processes", in_processes)
+    for number in range(checkpoints):
+        shutil.copytree(tiny_runs.topk, here / f"run-{number}")
+    paths = sorted(here.glob("run-*"))
+    outcome = run_semdiag(command, *paths, "--samples", 4, "--figures", "none", "--out", "page", "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert asked == [(None, "")] * apart
 
 
 @pytest.mark.slow
