@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from semdiag.measuring.words import interval, interval_words, number, percent_span, strict_percent, whole_percent
+from semdiag.measuring.words import (
+    interval,
+    interval_words,
+    limit_of_share,
+    number,
+    percent_span,
+    strict_percent,
+    whole_percent,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +29,11 @@ from semdiag.measuring.words import interval, interval_words, number, percent_sp
 )
 def test_only_none_and_all_read_as_0_and_100(share, whole, tenths):
     assert (whole_percent(share), strict_percent(share)) == (f"{whole}%", f"{tenths}%")
+
+
+@pytest.mark.parametrize(("high", "said"), [(1.0, "100%"), (0.9999, "> 99.9%"), (0.123, "12.3%")])
+def test_a_limit_is_told_as_one(high, said):
+    assert limit_of_share(high) == f"up to {said} of inputs may (one-sided 95%)"
 
 
 @pytest.mark.parametrize(
