@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import norm
 
-from semdiag.measuring.probe import PERCENTILES, KeptRows
+from semdiag.measuring.percentiles import PERCENTILES
+from semdiag.measuring.row_sample import KeptRows
 
 PART, LAYERS, HEADS = 1_000_000, 4, 2
 

@@ -21,7 +21,7 @@ from t_intervals import UNKNOWN, t_interval
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import percentiles
+from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
 from semdiag_models import Encoder, InputError, find_task
 from semdiag_models.sweep import read_sweep

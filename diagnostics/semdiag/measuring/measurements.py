@@ -16,7 +16,8 @@ from torch import Tensor
 
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
-from semdiag.measuring.probe import EVERYWHERE, optional_tables, percentile_rows
+from semdiag.measuring.percentiles import percentile_rows
+from semdiag.measuring.probe import EVERYWHERE, optional_tables
 from semdiag.measuring.table import CORE, DEFAULTS, TABLES, read_parquet, rows_of
 from semdiag.measuring.words import counted
 from semdiag_models import InputError, sha256

@@ -1,16 +1,13 @@
 """Probes and their subjects; percentiles of tables, and rows without a size limit as totals and a sample."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import pandas as pd
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
@@ -18,7 +15,8 @@ from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring import PROBE_SOURCES
-from semdiag.measuring.table import ALL, CALLS, HEADS, REMARKS, SKIPPED, Table, columns_of
+from semdiag.measuring.row_sample import SKETCHES
+from semdiag.measuring.table import CALLS, HEADS, REMARKS, SKIPPED, Table
 from semdiag.measuring.training_runs import RUNS
 from semdiag_models import InputError
 
@@ -132,136 +130,6 @@ def plan_of(kind: type[P], plan: P | None) -> P:
     if plan is not None and not isinstance(plan, kind):
         raise InputError(f"The plan must be a {kind.__name__}. Got {plan!r}.")
     return kind() if plan is None else plan
-
-
-PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
-COLUMNS = ("queries", "mean", *(f"p{p}" for p in PERCENTILES), "undefined", "not_positive")
-
-
-def percentiles(values: ArrayLike) -> dict[str, float | int]:
-    """Return count, mean and percentiles of the finite values, linearly interpolated."""
-    numbers = summaries(torch.from_numpy(np.array(values, dtype=np.float64).reshape(1, -1)))[0].tolist()
-    counts = ("queries", "undefined", "not_positive")
-    return {n: int(x) if n in counts else x for n, x in zip(COLUMNS, numbers, strict=True)}
-
-
-def summaries(values: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """Return the COLUMNS of each row of (rows, n), float64, of which the first ``sizes`` count; None: all."""
-    rows, length = values.shape
-    sizes = torch.full((rows,), length, device=values.device) if sizes is None else sizes
-    finite = values.isfinite() & (torch.arange(length, device=values.device) < sizes[:, None])
-    known = finite.sum(1)
-    ordered = values.where(finite, math.inf) if length else values.new_full((rows, 1), math.inf)
-    if values.device.type == "cpu":  # many times faster there
-        ordered = torch.from_numpy(np.sort(ordered.numpy(), 1))
-    else:
-        ordered = ordered.sort(1).values
-    last = (known - 1).clamp(min=0)[:, None]
-    place = torch.tensor([p / 100 for p in PERCENTILES], dtype=torch.float64, device=values.device) * last
-    below = place.floor().long()
-    low, high, part = ordered.gather(1, below), ordered.gather(1, torch.minimum(below + 1, last)), place - below
-    # Interpolate from the nearer end: bit for bit as numpy.percentile does.
-    cuts = torch.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
-    mean = values.where(finite, 0).sum(1) / known
-    ends = torch.stack([sizes - known, (finite & (values <= 0)).sum(1)], 1)
-    return torch.cat([torch.stack([sizes, mean], 1), cuts.masked_fill(known[:, None] == 0, math.nan), ends], 1)
-
-
-def rank_error(drawn: int) -> float:
-    """Return by how much the ranks of percentiles of a sample may be off, all at once, with 99% confidence."""
-    return min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * drawn)))  # Dvoretzky, Kiefer, Wolfowitz and Massart
-
-
-def percentile_rows(rows: pd.DataFrame, quantity: str, *by: str) -> pd.DataFrame:
-    """Return percentiles of a quantity in every group of rows, in the order of their first rows."""
-    groups = rows.groupby([*by], sort=False)[quantity]
-    return pd.DataFrame([{**dict(zip(by, key, strict=True)), **percentiles(group)} for key, group in groups])
-
-
-SKETCHES = Table(
-    "sketches",
-    "One row per quantity, layer and head (ALL: pooled) of a model with more queries or keys than are kept row by "
-    "row: numbers, mean and extremes (p0, p100) are exact; the other percentiles may be those of a rank that is "
-    "off by rank_error (with 99% confidence).",
-    columns_of(
-        f"model quantity str; layer head queries int64; mean {' '.join(f'p{p}' for p in PERCENTILES)} float64; "
-        "undefined not_positive int64; rank_error float64"
-    ),
-)
-
-
-# Totals of a stream of numbers, and how those of two streams are joined; counts are of finite numbers.
-_TOTALS = {"count": "sum", "min": "min", "max": "max", "sum": "sum", "undefined": "sum", "not_positive": "sum"}
-
-
-class KeptRows:
-    """Rows that arrive in parts: columns of equal length, all of one layer."""
-
-    def __init__(self, limit: int, places: Sequence[str], seed: int = 0) -> None:
-        self.parts: list[dict[str, np.ndarray]] = []
-        self.share = 1.0  # probability with which a row is kept
-        self._limit, self._places, self._rows = limit, places, 0
-        self._rng = np.random.default_rng(seed)
-        self._totals: list[pd.DataFrame] = []  # one row per head, of one part and quantity
-
-    def add(self, part: dict[str, np.ndarray]) -> None:
-        """Add rows."""
-        if self.share < 1:
-            self._count(part)
-            part = self._thinned(part, self.share)
-        self.parts.append(part)
-        self._rows += len(part["layer"])
-        while self._rows > self._limit:
-            for earlier in self.parts if self.share == 1 else ():
-                self._count(earlier)
-            self.share /= 2
-            self.parts = [self._thinned(earlier, 0.5) for earlier in self.parts]
-            self._rows = sum(len(earlier["layer"]) for earlier in self.parts)
-
-    def _thinned(self, part: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
-        chosen = self._rng.random(len(part["layer"])) < share
-        return {name: column[chosen] for name, column in part.items()}
-
-    def _count(self, part: dict[str, np.ndarray]) -> None:
-        if not len(part["layer"]):
-            return
-        for name in part.keys() - set(self._places):
-            values = pd.Series(part[name].astype(np.float64)).replace([np.inf, -np.inf], np.nan)
-            table = values.groupby(part["head"]).agg(["count", "min", "max", "sum", "size"])
-            table["undefined"] = table.pop("size") - table["count"]
-            table["not_positive"] = (values <= 0).groupby(part["head"]).sum()
-            self._totals.append(table.assign(quantity=name, layer=int(part["layer"][0])))
-
-    def sketched(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of the table ``sketches``: by layer and head, by layer, and pooled; none below the limit."""
-        if not self._totals:
-            return
-        table = pd.concat(self._totals).rename_axis("head").reset_index()
-        levels = [table, table.assign(head=ALL), table.assign(layer=ALL, head=ALL)]
-        totals = pd.concat(levels).groupby(["quantity", "layer", "head"]).agg(_TOTALS)
-        for row in totals.reset_index().to_dict("records"):
-            drawn = self._sample(row["quantity"], row["layer"], row["head"])
-            inner = PERCENTILES[1:-1]
-            ends = [
-                row["min"],
-                *(np.percentile(drawn, inner) if len(drawn) else [math.nan] * len(inner)),
-                row["max"],
-            ]
-            yield {
-                **{name: row[name] for name in ("quantity", "layer", "head", "undefined", "not_positive")},
-                "queries": row["count"] + row["undefined"],
-                "mean": row["sum"] / row["count"] if row["count"] else math.nan,
-                **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, ends, strict=True)},
-                "rank_error": rank_error(len(drawn)) if len(drawn) else 1.0,
-            }
-
-    def _sample(self, name: str, layer: int, head: int) -> np.ndarray:
-        numbers = [np.empty(0)]
-        for part in self.parts:
-            if len(part["layer"]) and layer in (ALL, part["layer"][0]):
-                values = part[name] if head == ALL else part[name][part["head"] == head]
-                numbers.append(values[np.isfinite(values)].astype(np.float64))
-        return np.concatenate(numbers)
 
 
 @cache

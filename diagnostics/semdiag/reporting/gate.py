@@ -26,7 +26,7 @@ from semdiag.measuring.findings.findings import (
     records,
     schema,
 )
-from semdiag.measuring.probe import PERCENTILES, percentiles
+from semdiag.measuring.percentiles import PERCENTILES, percentiles
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, number_from_json
 from semdiag.questions.dispersion.answer import GATED, GateResult, dispersion_gate, gate_results

@@ -19,7 +19,8 @@ from semdiag.measuring.findings.estimates import (
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import KeptRows, percentiles
+from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.row_sample import KeptRows
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag_models import Encoder, InputError
 

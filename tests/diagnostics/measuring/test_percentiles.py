@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.measuring.probe import COLUMNS, PERCENTILES, percentile_rows, percentiles, summaries
+from semdiag.measuring.percentiles import COLUMNS, PERCENTILES, percentile_rows, percentiles, summaries
 
 NAMES = ["p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100"]
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings, find_pairs
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import percentiles
+from semdiag.measuring.percentiles import percentiles
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER, save_figure, stacked
 from semdiag.questions import registry

@@ -14,7 +14,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import PERCENTILES, percentile_rows, percentiles
+from semdiag.measuring.percentiles import PERCENTILES, percentile_rows, percentiles
 from semdiag.questions import registry
 from semdiag.questions.heads import head_table
 from semdiag.reporting.report import write_report

@@ -24,7 +24,7 @@ from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
 from semdiag.mathematics.score_strips import as_mask, rows_of
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, Tensors, counted_rows
 from semdiag.measuring.calls.residual import residual_numbers
-from semdiag.measuring.probe import SKETCHES, KeptRows
+from semdiag.measuring.row_sample import SKETCHES, KeptRows
 from semdiag.measuring.table import CALLS, HEADS, REMARKS, RESIDUALS, SKIPPED
 from semdiag.measuring.words import counted
 from semdiag_models import InputError

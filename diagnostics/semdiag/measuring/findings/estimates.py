@@ -12,7 +12,7 @@ from semdiag.capturing.attention_call import DENSE
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.measuring.encoders.traces import fitting
 from semdiag.measuring.findings.findings import Findings, Place, Summary, broken_places, json_ready, records
-from semdiag.measuring.probe import percentile_rows, percentiles
+from semdiag.measuring.percentiles import percentile_rows, percentiles
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
 from semdiag_models import InputError

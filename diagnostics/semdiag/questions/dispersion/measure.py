@@ -9,7 +9,8 @@ import pandas as pd
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measure import measure
-from semdiag.measuring.probe import Probe, Subject, percentiles
+from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
 
 INITIALISATION = Table(

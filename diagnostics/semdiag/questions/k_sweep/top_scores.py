@@ -22,7 +22,7 @@ from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hi
 from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.outputs import Streams, output_changes, output_ks
-from semdiag.measuring.probe import COLUMNS, rank_error, summaries
+from semdiag.measuring.percentiles import COLUMNS, rank_error, summaries
 from semdiag.measuring.table import ALL
 
 _CHANGES = ("head_change", "stream_change")

@@ -26,7 +26,7 @@ from semdiag.measuring.findings.findings import (
 )
 from semdiag.measuring.findings.resampling import interval_ends
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import percentiles
+from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.words import FEWEST, counted, interval, number, text
 from semdiag.presenting.answer import Answer, heading, measured_glance, title, verdict_line, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, model_labels, panels_of

@@ -10,7 +10,7 @@ import torch
 
 from semdiag.mathematics.selections import CLASSES, FAULTS, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
-from semdiag.measuring.probe import percentiles
+from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.words import count, counted, four_decimals, number, plain, rough_percent, text
 from semdiag.presenting.answer import Answer
 from semdiag.presenting.tables import NEVER, Column, NumberTable

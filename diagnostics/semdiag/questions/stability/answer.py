@@ -28,7 +28,7 @@ from semdiag.measuring.findings.findings import (
 )
 from semdiag.measuring.findings.resampling import rank_correlation_interval, ratio_interval
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import percentiles
+from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval_words, number_words, percent, plain
 from semdiag.presenting.answer import (

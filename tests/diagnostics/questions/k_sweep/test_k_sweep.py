@@ -14,7 +14,7 @@ from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
-from semdiag.measuring.probe import percentiles
+from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import column_types
 from semdiag.questions.k_sweep.changes import condition_table, conditions_met
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan
