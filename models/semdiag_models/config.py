@@ -1,6 +1,7 @@
 """Records that every checkpoint stores: architecture, data and optimisation; quick to import, without torch."""
 
 import hashlib
+import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,8 @@ from semdiag_models.reading import InputError, refuse, unknown_name
 LARGEST_SIZE = 100_000
 _SIZE, _COUNT = f"[1, {LARGEST_SIZE}]", "[1, 1000000000]"
 _SEED = "[0, 9223372036854775808)"
+_LARGEST_FLOAT32 = 2.0**128 * (1 - 2.0**-24)  # weights, gradients and scores are float32
+_LARGEST_RATE = 1e35  # Adam's corrections multiply it by up to 10, still in float32
 _LARGEST_DATA = 10**9  # largest number of tokens in a run's samples, 8 GB
 
 ACTIVATIONS = "relu", "gelu", "mish"
@@ -74,6 +77,8 @@ class Record:
                 at_end = (value == low and within[0] == "[") or (value == high and within[-1] == "]")
                 why = f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}."
                 refuse(not low < value < high and not at_end, why)
+            wide = isinstance(value, float) and _LARGEST_FLOAT32 < abs(value) < math.inf
+            refuse(wide, f"{f.name} must fit float32, up to {_LARGEST_FLOAT32:.2g}. Got {f.name}={value}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, tuples as lists."""
@@ -333,6 +338,10 @@ class TrainingConfig(Record):
             refuse(falls, f"A range of lengths rises, like 5:20. Got {least}:{self.length}.")
         twice = len(set(self.frozen)) < len(self.frozen)
         refuse(twice, f"frozen names every part once. Got {', '.join(self.frozen)}.")
+        rise = math.log(self.learning_rate_decay) * (self.epochs - 1)
+        rate = math.log(self.learning_rate) + max(rise, 0) + math.log(max(1, self.weight_decay or 0))
+        over = f"The learning rate, at its largest and times the weight decay, must be at most {_LARGEST_RATE:g}"
+        refuse(rate > math.log(_LARGEST_RATE), f"{over}. Got e^{rate:.4g}.")
         data = (self.train_samples + self.holdout_samples) * self.length
         refuse(data > _LARGEST_DATA, f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
         late = [epoch for epoch in self.snapshots if not 0 <= epoch <= self.epochs]

@@ -1,12 +1,14 @@
 """Files: atomic writing, safe text for terminals and spreadsheets, reading of regular files of limited size."""
 
 import csv
+import errno
 import io
 import json
 import os
 import re
 import stat
 import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -218,10 +220,21 @@ def _memory() -> int:
     return min(size for size in known if size > 0)
 
 
-class RunLock:
-    """An operating system's lock on a file in the folder, which ends with the process, however that ends."""
+# What flock says where a file system has no locks, like NFS without lockd.
+_NO_LOCKS = {
+    getattr(errno, name) for name in ("ENOSYS", "ENOLCK", "EOPNOTSUPP", "ENOTSUP") if hasattr(errno, name)
+}
 
-    def __init__(self, folder: Path, file: str | None = None) -> None:
+
+class RunLock:
+    """An operating system's lock on a file in the folder, which ends with the process, however that ends.
+
+    Where the file system has no locks, it says so and holds none.
+    """
+
+    def __init__(
+        self, folder: Path, file: str | None = None, say: Callable[[str], object] = warnings.warn
+    ) -> None:
         from filelock import FileLock, Timeout  # not needed for reading
 
         self._path = folder / (".lock" if file is None else f".{file}.lock")
@@ -233,8 +246,13 @@ class RunLock:
                 self._path.touch()
             why = "another process trains there. Wait for it, or choose another folder with --out."
             if file is not None:
-                why = "another monitor or process writes to it. Name another."
+                why = "another process writes to it. Wait for it, or name another."
             raise InputError(f"{folder / (file or '')} is in use: {why}") from None
+        except (OSError, NotImplementedError) as error:  # the latter by older versions of filelock
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                raise OSError(error.errno, error.strerror, error.filename or str(self._path)) from error
+            self._path.unlink(missing_ok=True)
+            say(f"The file system of {folder / (file or '')} has no locks: let no other process write there now.")
 
     def release(self) -> None:
         """Release the lock and remove its file; further calls do nothing."""

@@ -70,6 +70,7 @@ class LocalWorkers:
 def _work_for(parent: int) -> None:
     """Ignore interrupts, and end this process when its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.filterwarnings("ignore", message=".* has no locks")  # the parent process has said so
 
     def watch() -> None:
         while os.getppid() == parent:

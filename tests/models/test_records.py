@@ -52,6 +52,24 @@ def test_a_number_outside_its_interval_is_refused_with_the_interval(case):
     assert str(refused.value) == f"{name} must lie in {interval}. Got {name}={value}."
 
 
+@pytest.mark.parametrize("value", [1e50, -1e50, 3.5e38])
+@pytest.mark.parametrize("name", ["inverse_temperature", "learning_rate", "gradient_clip", "query_key_scale"])
+def test_a_number_beyond_float32_is_refused(name, value):
+    record, legal = (ModelConfig, MODEL) if name == "inverse_temperature" else (TrainingConfig, TRAINING)
+    if value > 0 or record is ModelConfig:
+        with pytest.raises(InputError, match=rf"^{name} must fit float32, up to 3\.4e\+38\."):
+            record(**legal, **{name: value})
+    record(**legal, **{name: 1e35})
+
+
+def test_a_learning_rate_may_not_leave_float32_on_the_way():
+    TrainingConfig(**{**TRAINING, "epochs": 35}, learning_rate=1.0, learning_rate_decay=10.0)
+    for more in ({"epochs": 37}, {"epochs": 2, "learning_rate_decay": 3e38, "learning_rate": 2.0},
+                 {"weight_decay": 1e20, "learning_rate": 1e19}):  # fmt: skip
+        with pytest.raises(InputError, match=r"must be at most 1e\+35"):
+            TrainingConfig(**{**TRAINING, "learning_rate": 1.0, "learning_rate_decay": 10.0, "epochs": 1, **more})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -1,3 +1,5 @@
+import errno
+import re
 import subprocess
 import sys
 
@@ -41,3 +43,28 @@ def test_letting_go_twice_takes_nothing_from_the_next(tmp_path):
     with pytest.raises(InputError, match="in use"):
         RunLock(tmp_path)
     second.release()
+
+
+@pytest.mark.parametrize("number", ["ENOLCK", "EOPNOTSUPP"])
+def test_a_file_system_without_locks_is_used_with_a_remark(number, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(getattr(errno, number), "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with pytest.warns(UserWarning, match=re.escape(f"{tmp_path / 'r'} has no locks")):
+        lock = RunLock(tmp_path, "r")
+    said = []
+    RunLock(tmp_path, say=said.append).release()
+    assert len(said) == 1
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_lack_of_locks_names_the_file(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        RunLock(tmp_path)
+    assert raised.value.filename == str(tmp_path / ".lock")

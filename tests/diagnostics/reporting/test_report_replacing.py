@@ -40,7 +40,7 @@ def test_a_folder_that_another_process_writes_is_left_alone(one, tmp_path):
     lock = RunLock(tmp_path, "r")
     try:
         for refused in (check_folder, lambda folder, keep: write_report(Findings(one), folder, "x", formats=())):
-            with pytest.raises(InputError, match=r"r is in use: another monitor or process writes to it\."):
+            with pytest.raises(InputError, match=r"r is in use: another process writes to it\."):
                 refused(tmp_path / "r", False)
             assert building.is_dir()
     finally:

@@ -385,7 +385,7 @@ def test_a_file_is_one_monitors_alone_until_it_stops(tmp_path, suffix):
     path, model = tmp_path / f"attention.{suffix}", made(encoder)
     with Monitor(model, every=1, path=path) as first:
         train(model, 1)
-        with pytest.raises(InputError, match=rf"attention\.{suffix} is in use: another monitor or process"):
+        with pytest.raises(InputError, match=rf"attention\.{suffix} is in use: another process"):
             Monitor(model, path=path)
         with Monitor(model, every=1, path=tmp_path / f"other.{suffix}"):
             train(model, 1)
