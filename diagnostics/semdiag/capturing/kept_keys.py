@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semdiag.capturing import call_strips
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import Reach, Strip, counted, joined, narrowed, told
+from semdiag.capturing.call_strips import Reach, Strip, counted, narrowed, told
 from semdiag.capturing.rules import Keep, RandomK, Rule, SameAs, SkipTiles, TopK, TopP
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate, TileSums, block_scores
 from semdiag_models import InputError
@@ -459,22 +459,17 @@ def all_kept(choice: Choice) -> tuple[Tensor, Tensor] | None:
         return None
     call = choice.call
     size = (*call.q.shape[:3], call.k.shape[2])
-    heads: list[list[list[Tensor]]] = []
+    kept = torch.zeros(size, dtype=torch.bool, device=call.q.device)
     for strip in choice.strips():
-        if strip.samples.start == 0:
-            if strip.queries.start == 0:
-                heads.append([])
-            heads[-1].append([])
-        allowed = choice.allowed(strip)
-        kept, _ = choice.kept(strip, None if choice.by_position else choice.scores(strip), allowed)
-        heads[-1][-1].append(F.pad(kept, (0, size[3] - kept.shape[3])))
-    kept = joined([joined([joined(samples, 0) for samples in rows], 2) for rows in heads], 1)
+        scores = None if choice.by_position else choice.scores(strip)
+        part, _ = choice.kept(strip, scores, choice.allowed(strip))
+        kept[strip.samples, strip.heads, strip.queries, strip.keys] = part  # a part may be one for all samples
     allowed = narrowed(call_strips.allowed_keys(call.part()))
     if not bool((allowed & ~kept).any()):
         return None
     some = allowed.any(-1, keepdim=True)
     kept = kept if bool(some.all()) else kept | ~some
-    return kept.expand(size), allowed.expand(size)
+    return kept, allowed.expand(size)
 
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:

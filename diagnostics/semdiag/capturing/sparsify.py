@@ -18,7 +18,7 @@ from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped
-from semdiag.capturing.call_strips import counted, narrowed, number_of_keys
+from semdiag.capturing.call_strips import counted, number_of_keys
 from semdiag.capturing.kept_keys import SharedChoices, all_kept
 from semdiag.capturing.loading import imported_function, recognised
 from semdiag.capturing.masked_attention import as_computed, attended, out_of_memory, why_dense
@@ -214,7 +214,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             masked_attention.check_memory(call)
             with outside_all_modes(call.q.device.type):
                 if (chosen := all_kept(choice)) is not None:
-                    output, number = chosen[0], counted(narrowed(chosen[0]))
+                    output, number = chosen[0], counted(chosen[0])
         with outside_all_modes(call.q.device.type):
             masked._add(padding.marked(call, Audit()), keys if number is None else number, keys)
             if number is None or (call.q.device.type == "cpu" and not bool((number < keys).any())):

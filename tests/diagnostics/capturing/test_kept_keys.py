@@ -98,9 +98,9 @@ def test_a_window_of_k_keys_holds_no_more_of_them_in_any_model(k, causal, rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("at_once", [1, 100, 500])
+@pytest.mark.parametrize("at_once", [1, 100, 500, 1000])
 def test_masks_do_not_depend_on_how_many_scores_are_held(monkeypatch, rule, padded, at_once):
-    """One query at a time, two, or some samples; products of fewer rows round apart by less than scores differ."""
+    """One query at a time, two, one or two samples; products of fewer rows round by less than scores differ."""
     whole = kept_keys(rule, call_of(padded))
     monkeypatch.setattr(module, "_AT_ONCE", at_once)
     for one, other in zip(kept_keys(rule, call_of(padded)), whole, strict=True):
