@@ -26,8 +26,9 @@ from semdiag.capturing.loading import load
 from semdiag.mathematics.rounding import number_format
 from semdiag.measuring.measure import DTYPES
 from semdiag.questions.selections.answer import comparison_summary, own_summary
-from semdiag.questions.selections.check import read_selection
-from semdiag.questions.selections.compare import Saving, compare_selections, own_selections
+from semdiag.selections.compare import compare_selections
+from semdiag.selections.files import read_selection
+from semdiag.selections.own import Saving, own_selections
 
 LENGTH, BATCH, STEPS, WARM, RATE = 128, 16, 1500, 100, 2e-3
 HELD_OUT, TESTED = 20, 64  # one part in so many; sequences

@@ -33,8 +33,9 @@ from semdiag.commands.main import main
 from semdiag.commands.measuring import read_config
 from semdiag.measuring.calls.monitor_alarms import MonitorLog
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.selections.check import check_selection, read_selection
 from semdiag.reporting.gate import read_baseline
+from semdiag.selections.check import check_selection
+from semdiag.selections.files import read_selection
 from semdiag_models import InputError, reading
 from semdiag_models.sweep import read_sweep
 from semdiag_models.tasks.text import read_lines

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from semdiag.questions.look.page import look
     from semdiag.questions.mask_precision.measure import PrecisionPlan
     from semdiag.questions.mask_stability import NoisePlan
-    from semdiag.questions.selections.check import check_selection
     from semdiag.reporting.report import plot, report, summary
+    from semdiag.selections.check import check_selection
     from semdiag_models import InputError
 
 PROBE_SOURCES.append(lambda: import_module("semdiag.questions.registry").probes())
@@ -87,7 +87,7 @@ _HOME = {
     "LipschitzPlan": "semdiag.questions.lipschitz",
     "lipschitz": "semdiag.questions.in_python",
     "look": "semdiag.questions.look.page",
-    "check_selection": "semdiag.questions.selections.check",
+    "check_selection": "semdiag.selections.check",
     "measure": "semdiag.measuring.measure",
     "Measurements": "semdiag.measuring.measurements",
     "Monitor": "semdiag.measuring.calls.monitor",

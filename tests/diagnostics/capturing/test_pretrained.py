@@ -11,8 +11,8 @@ import torch
 from semdiag import load
 from semdiag.capturing.inputs import read_batches
 from semdiag.measuring.measure import Conditions
-from semdiag.measuring.measurements import read_arrays
 from semdiag.measuring.survey import survey
+from semdiag.selections.arrays import read_arrays
 from semdiag_models import InputError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra test-hf")

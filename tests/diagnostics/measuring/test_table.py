@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from semdiag.measuring.measurements import read_arrays
 from semdiag.measuring.table import Table, column_types, read_parquet
+from semdiag.selections.arrays import read_arrays
 from semdiag_models import InputError, reading
 
 TABLE = Table(
@@ -190,7 +190,7 @@ def test_lists_in_a_column_are_refused(tmp_path):
 EVERY_FOOTER = """
 import sys
 from pathlib import Path
-from semdiag.measuring.measurements import read_arrays
+from semdiag.selections.arrays import read_arrays
 from semdiag.measuring.table import read_parquet
 
 content = (Path(sys.argv[1]) / "good.parquet").read_bytes()

@@ -81,7 +81,7 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
     from semdiag.measuring.survey import inputs_of
     from semdiag.presenting.terminal import tell
     from semdiag.questions.selections.answer import own_answer, own_summary
-    from semdiag.questions.selections.compare import Saving, own_selections
+    from semdiag.selections.own import Saving, own_selections
     from semdiag_models import InputError
     from semdiag_models.training import find_device
 
@@ -103,7 +103,8 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
 
 def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Asked) -> NoReturn:
     from semdiag.questions.selections.answer import check_answer, check_summary
-    from semdiag.questions.selections.check import check_selection, read_selection
+    from semdiag.selections.check import check_selection
+    from semdiag.selections.files import read_selection
     from semdiag_models import InputError
 
     read = read_selection(file, format)
@@ -122,8 +123,8 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Aske
 
 def _compare(first: Path, second: Path, format: str, layout: str, shared: Asked) -> NoReturn:
     from semdiag.questions.selections.answer import comparison_answer, comparison_summary
-    from semdiag.questions.selections.check import read_selection
-    from semdiag.questions.selections.compare import compare_selections
+    from semdiag.selections.compare import compare_selections
+    from semdiag.selections.files import read_selection
 
     of_first, colon, of_second = layout.partition(":")
     layouts = of_first, of_second if colon else of_first

@@ -14,16 +14,15 @@ from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.words import count, counted, four_decimals, number, plain, rough_percent, text
 from semdiag.presenting.answer import Answer
 from semdiag.presenting.tables import NEVER, Column, NumberTable
-from semdiag.questions.selections.check import CheckedSelection
-from semdiag.questions.selections.compare import (
+from semdiag.selections.check import CheckedSelection
+from semdiag.selections.compare import (
     BUG,
     NUMERIC,
     SAME,
     UNEXPLAINED,
     ComparedSelections,
-    OwnSelection,
-    OwnSelections,
 )
+from semdiag.selections.own import OwnSelection, OwnSelections
 
 
 def comparison_sentences(answer: Summary) -> list[str]:

@@ -10,8 +10,8 @@ import torch
 from semdiag import InputError
 from semdiag.mathematics.rounding import FORMATS
 from semdiag.questions.selections.answer import comparison_summary
-from semdiag.questions.selections.check import SelectionFile
-from semdiag.questions.selections.compare import compare_selections
+from semdiag.selections.compare import compare_selections
+from semdiag.selections.files import SelectionFile
 
 
 def selection(indices, name="a.npz", **known):

@@ -10,9 +10,10 @@ from indexers_by_hand import INDEXED, LENGTH
 from semdiag import InputError
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.rounding import FORMATS
-from semdiag.questions.selections.capture import Choices
-from semdiag.questions.selections.check import read_selection
-from semdiag.questions.selections.compare import Saving, compare_selections, own_selections
+from semdiag.selections.capture import Choices
+from semdiag.selections.compare import compare_selections
+from semdiag.selections.files import read_selection
+from semdiag.selections.own import Saving, own_selections
 
 
 def saved(model, path, *batches):
@@ -103,6 +104,6 @@ def test_names_that_cannot_be_written_are_refused_before_anything_runs(tmp_path,
 
 
 def test_more_than_a_file_holds_is_refused(monkeypatch):
-    monkeypatch.setattr("semdiag.questions.selections.compare._LARGEST", 100)
+    monkeypatch.setattr("semdiag.selections.own._LARGEST", 100)
     with pytest.raises(InputError, match="Save fewer tokens"):
         Saving(Path("own.npz")).add("gate", 0, choices(), None)

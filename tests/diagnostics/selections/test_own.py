@@ -9,8 +9,8 @@ from semdiag import InputError
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.rounding import FORMATS
 from semdiag.questions.selections.answer import own_sentences, own_summary
-from semdiag.questions.selections.capture import Tokens, kind_of, watch_selections
-from semdiag.questions.selections.compare import own_selections
+from semdiag.selections.capture import Tokens, kind_of, watch_selections
+from semdiag.selections.own import own_selections
 
 ROUTERS = {
     "Mixtral": {"num_local_experts": 8},
@@ -280,7 +280,7 @@ def test_a_mistake_of_ours_is_not_blamed_on_the_model(monkeypatch):
     def mistake(*arguments):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("semdiag.questions.selections.compare.own_rows", mistake)
+    monkeypatch.setattr("semdiag.selections.own.own_rows", mistake)
     with pytest.raises(RuntimeError, match="a mistake"):
         selected(Whole(lambda s: s.topk(2)), IDS)
 

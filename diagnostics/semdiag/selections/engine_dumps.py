@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semdiag.measuring.measurements import read_arrays
+from semdiag.selections.arrays import read_arrays
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
 from semdiag_models.reading import read_json

@@ -1,16 +1,14 @@
-"""Do two engines choose alike?"""
+"""What a model chooses itself."""
 
 import io
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -18,11 +16,10 @@ from torch import Tensor, nn
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel, in_evaluation_mode
-from semdiag.mathematics.rounding import NumberFormat, number_format
-from semdiag.mathematics.selections import FAULTS, GRAVITY, allowed_keys, judge_rows, overlaps, weight_lost
+from semdiag.mathematics.rounding import NumberFormat
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.training_runs import token_ids
-from semdiag.questions.selections.capture import (
+from semdiag.selections.capture import (
     Choices,
     OwnRows,
     Selected,
@@ -33,135 +30,8 @@ from semdiag.questions.selections.capture import (
     tokens_of,
     watch_selections,
 )
-from semdiag.questions.selections.check import LaidOut, SelectionFile, lay_out
 from semdiag_models import InputError
 from semdiag_models.reading import write_bytes
-
-_OTHER_TOKENS = "Are they of another tokenisation, or is one of them padded? Then give its lengths. "
-SAME, NUMERIC, BUG, UNEXPLAINED = "same", "numeric", "bug", "unexplained"
-
-
-@dataclass(frozen=True, eq=False)
-class ComparedSelections:
-    """What :func:`compare_selections` found."""
-
-    rows: pd.DataFrame
-    tokens: int  # tokens of each selection
-    k: int  # keys that a row chooses
-    format: str  # number format of the engines' scores
-    repeats: tuple[int, int]  # how many rows of A and of B name a key twice; it counts once
-    weight_of: str  # from which file's weights or scores the lost weight is; empty: unknown
-    by_own_scores: int | None
-    layouts: tuple[str, str]  # layouts of A and B, named by the user or guessed
-    ignored: tuple[str, ...]  # names of arrays that were not looked at
-
-
-def compare_selections(
-    first: SelectionFile, second: SelectionFile, format: str = "float32", layouts: tuple[str, str] = ("", "")
-) -> ComparedSelections:
-    """Compare the keys that two engines chose for the same rows, as sets."""
-    kind = number_format(format)
-    a, b = lay_out(first, layouts[0]), lay_out(second, layouts[1])
-    _check_alike(a, b)
-    repeats = [int(((each.sets != each.indices) & (each.indices >= 0)).any(1).sum()) for each in (a, b)]
-    rows = _table(a, b, kind)
-    return ComparedSelections(
-        rows, a.tokens, a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
-        _weight_of(a, b), _by_own_scores(a, b, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
-        (a.layout, b.layout), tuple(dict.fromkeys((*first.ignored, *second.ignored))),
-    )  # fmt: skip
-
-
-def _check_alike(a: LaidOut, b: LaidOut) -> None:
-    where = f"{a.file.path} and {b.file.path}"
-    pairs = (
-        ("k", a.indices.shape[-1], b.indices.shape[-1], ""),
-        ("tokens", a.tokens, b.tokens, _OTHER_TOKENS),
-        ("layers", a.layers, b.layers, ""),
-        ("heads", a.heads, b.heads, ""),
-        ("types of indices", a.kind, b.kind, "Save both in one type. "),
-    )  # fmt: skip
-    for what, of_a, of_b, advice in pairs:
-        if of_a != of_b:
-            raise InputError(
-                f"{where} differ in {what}: {of_a} and {of_b}. {advice}Name other orders of dimensions with "
-                "--layout."
-            )
-    for what in ("scores", "weights"):
-        of_a, of_b = getattr(a.file, what), getattr(b.file, what)
-        if of_a is not None and of_b is not None and of_a.dtype != of_b.dtype:
-            raise InputError(
-                f"{where} differ in the type of {what}: {of_a.dtype} and {of_b.dtype}. Save both in one type."
-            )
-    if a.scores is not None and b.scores is not None and a.scores.shape != b.scores.shape:
-        raise InputError(f"{where} differ in the number of keys: {a.scores.shape[-1]} and {b.scores.shape[-1]}.")
-    if a.ids is not None and b.ids is not None and not torch.equal(a.ids, b.ids):
-        fault = "are of other tokens: their ids differ. Are they of another tokenisation?"
-        if torch.equal(a.ids.sort()[0], b.ids.sort()[0]):
-            fault = "hold the same tokens in another order. Sort the rows of one like those of the other."
-        raise InputError(f"{where} {fault}")
-    for one, each in product((a, b), (a, b)):
-        keys, largest = None if one.scores is None else one.scores.shape[-1], int(each.indices.max())
-        if keys is not None and largest >= keys:
-            raise InputError(
-                f"{each.file.path} names key {largest}, but {one.file.path} has scores of {keys} keys. Are they "
-                f"of another tokenisation? Check one alone: semdiag selections {each.file.path}"
-            )
-
-
-def _weight_of(a: LaidOut, b: LaidOut) -> str:
-    for name, each in (("A", a), ("B", b)):
-        if each.weights is not None or each.scores is not None:
-            return f"{'weights' if each.weights is not None else 'softmax of the scores'} of {name}"
-    return ""
-
-
-def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
-    overlap = overlaps(a.sets, b.sets)
-    number, each = len(overlap), a.layers * a.heads
-    layer, head = np.divmod(np.arange(number) % each, a.heads)
-    differs = overlap < 1
-    grade = np.where(differs.numpy(), UNEXPLAINED, SAME).astype(object)
-    grade[differs.numpy()] = _explained(a, b, differs, kind)
-    one, other = (b, a) if a.weight is None else (a, b)
-    lost = torch.full((number,), torch.nan, dtype=torch.float64)
-    if one.weight is not None:
-        lost = weight_lost(one.sets, other.sets, one.weight)
-    return pd.DataFrame(
-        {
-            "token": np.arange(number) // each, "layer": layer, "head": head, "overlap": overlap.numpy(),
-            "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]), "lost": lost.numpy(),
-        }
-    )  # fmt: skip
-
-
-def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> np.ndarray:
-    at = differs.nonzero().squeeze(1)
-    known = [each.scores[at] for each in (a, b) if each.scores is not None]
-    if not known or not len(at):
-        return np.full(len(at), UNEXPLAINED, dtype=object)
-    numeric = torch.zeros(len(at), dtype=torch.bool)
-    for scores in known:
-        numeric |= _right(scores, a.sets[at], kind) & _right(scores, b.sets[at], kind)
-    return np.where(numeric.numpy(), NUMERIC, BUG).astype(object)
-
-
-def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -> Tensor:
-    """Return whether sets are a top-k of scores after the engines have rounded them."""
-    keys = scores.shape[1]
-    grade = judge_rows(scores, sets, keys, allowed_keys((len(sets),), keys), kind, engines)[0]
-    faulty = torch.tensor([name in FAULTS for name in GRAVITY])
-    return ~faulty[grade.long()]
-
-
-def _by_own_scores(a: LaidOut, b: LaidOut, bug: Tensor, kind: NumberFormat) -> int | None:
-    if a.scores is None or b.scores is None:
-        return None
-    if not bool(bug.any()):
-        return 0
-    right = [_right(each.scores[bug], each.sets[bug], kind, 1) for each in (a, b) if each.scores is not None]
-    return int((right[0] & right[1]).sum())
-
 
 _KINDS = ("experts", "keys", "blocks")
 _LARGEST = 2**32  # bytes of a file

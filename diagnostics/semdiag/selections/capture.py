@@ -15,7 +15,7 @@ from semdiag.capturing.batches import Batch, entries, real_tokens, samples_of
 from semdiag.capturing.recording import outside_all_modes
 from semdiag.mathematics.rounding import NumberFormat, number_format
 from semdiag.mathematics.selections import GRAVITY, AllowedKeys, judge_rows, margins
-from semdiag.questions.selections.check import flat_rows
+from semdiag.selections.files import flat_rows
 
 _ATEN = torch.ops.aten
 _LARGEST_LOGITS = 3  # axes: those of routers have two or three, those of attention four

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from semdiag.measuring.measurements import read_arrays
+from semdiag.selections.arrays import read_arrays
 from semdiag_models import InputError, reading
 
 NAMES = ("indices", "scores")
@@ -171,7 +171,7 @@ _DAMAGE = """
 import sys
 from pathlib import Path
 import pyarrow as pa, pyarrow.parquet as pq
-from semdiag.measuring.measurements import read_arrays
+from semdiag.selections.arrays import read_arrays
 from semdiag_models import InputError
 path = Path(sys.argv[1])
 pq.write_table(pa.table({"indices": [[1, 2], [2, 3]], "scores": [[0.5, 1.0, 2.0]] * 2}), path)

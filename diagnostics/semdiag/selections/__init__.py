@@ -1,0 +1,1 @@
+"""Indices that kernels, engines and indexers chose: read, judged, compared."""

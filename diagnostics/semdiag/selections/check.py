@@ -1,0 +1,248 @@
+"""Is a selection the top-k of its scores?"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.batches import whole_number
+from semdiag.mathematics.rounding import NumberFormat, last_places, number_format, score_error
+from semdiag.mathematics.selections import (
+    CLASSES,
+    FAULTS,
+    GRAVITY,
+    NOT_JUDGED,
+    AllowedKeys,
+    allowed_keys,
+    judge_rows,
+)
+from semdiag.measuring.words import counted
+from semdiag.selections.files import as_tensor, check_k, chosen_keys, flat_rows, float_scores, whole_numbers
+from semdiag_models import InputError
+
+_MOST = 2**62  # keys: no memory holds an index of more
+_CLASS = pd.CategoricalDtype(list(GRAVITY), ordered=True)
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedSelection:
+    """What :func:`check_selection` found."""
+
+    counts: dict[str, int]  # how many rows are of each class
+    rows: pd.DataFrame  # a row for each checked row, described at :func:`check_selection`
+    k: int  # keys that a row chooses
+    keys: int | None  # that a row has; None: unknown
+    format: str  # number format of the engine's scores
+    not_checked: int  # rows of padded queries
+    not_judged: int  # rows without a fault and without scores
+
+    @property
+    def faults(self) -> int:
+        """Return how many rows are faulty: wrong, or with a fault of their keys."""
+        return sum(number for name, number in self.counts.items() if name in FAULTS)
+
+    @property
+    def worst(self) -> dict[str, Any]:
+        """Return the worst row of the gravest class that has rows."""
+        return self.worst_of(GRAVITY[int(self.rows["class"].cat.codes.max())])
+
+    def worst_of(self, name: str) -> dict[str, Any]:
+        """Return the row of a class with the smallest separation; of several, the first."""
+        of_class = (self.rows["class"] == name).to_numpy()
+        numbers = self.rows["separation"].to_numpy()[of_class]
+        least = int(np.nanargmin(numbers)) if not np.isnan(numbers).all() else 0
+        return {str(column): value for column, value in self.rows.iloc[of_class.nonzero()[0][least]].items()}
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{number:,} {name}" for name, number in self.counts.items() if number)
+        return f"CheckedSelection({counted(len(self.rows), 'row')}: {counts or 'none judged'})"
+
+
+def check_selection(
+    scores: Any,
+    indices: Any,
+    lengths: Any = None,
+    causal: bool = False,
+    format: str = "float32",
+    *,
+    starts: Any = None,
+    documents: Any = None,
+    keys: int | None = None,
+    error: Any = None,
+    q: Any = None,
+    k: Any = None,
+    scale: float = 1.0,
+) -> CheckedSelection:
+    """Check whether the chosen keys of each row are its top-k.
+
+    A row is right if its separation, worst chosen score − best score left out, is ≥ 0: then no allowed key that is
+    left out has a larger score than a chosen one. A row has one class, the gravest that applies. From the gravest:
+
+    - ``out_of_range``: an index is not a key (below -1, or n or more).
+    - ``future``: a key stands after the query. Only with ``causal``.
+    - ``padding``: a key does not belong to the valid keys of the row's sequence or document.
+    - ``duplicate``: a key is chosen twice.
+    - ``missing``: fewer than min(k, allowed keys) are chosen; those with a score of -inf need not be.
+    - ``wrong``: the separation is negative, and neither rounding nor error explains it.
+    - ``within_error``: with ``error``, or q and k: it is negative, but some scores within their errors have the
+      choice as a top-k: min over the chosen of z + E ≥ max over the others of z − E.
+    - ``within_rounding``: it is negative, but not that of scores rounded once to ``format``: min over the chosen
+      of fl(z) ≥ max over the others of fl(z). Never of scores that are numbers of the format.
+    - ``legal_tie``: it is 0: a key that is left out has the same score as the worst chosen one.
+    - ``exact``: it is positive: this is the only top-k.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        scores: (..., n), a tensor or an array of floating-point numbers; NaN is refused where a key may be
+            chosen. None: unknown, and only faults of the keys themselves are found.
+        indices: (..., k) whole numbers from 0, -1 for none.
+        lengths: how many keys of each sequence are valid: one number, one for each entry of the first dimension,
+            or with as many dimensions as the rows, each of their size or 1. None: all.
+        causal: whether a key after the query is one of the future. The last dimension before the keys is then
+            the query's, and the queries are the last tokens: query i of q is token n − q + i. If q < n and lengths
+            are known it is token starts + lengths − q + i. Rows of padded queries are not checked.
+        format: what the engine rounded its scores to before it chose: float64, float32, bfloat16, float16,
+            float8_e4m3fn, float8_e5m2; or short, fp64, fp32, bf16, fp16, fp8-e4m3, fp8-e5m2.
+        starts: like ``lengths``, the first valid key of each sequence: with padding on the left, how many tokens
+            that is. The valid keys are starts ≤ j < starts + lengths. None: 0.
+        documents: (n,) or (batch, n) whole numbers: the document of each token of a packed sequence, whose tokens
+            stand together; negative for padding. A key of another document is ``padding``.
+        keys: n, if there are no scores. None: as many as the largest length; with ``causal`` and no lengths as
+            many as there are queries; else unknown, and no index is too large.
+        error: how far each score may be from the engine's, where scores were recomputed: a number, or an array
+            of their shape.
+        q: queries (..., D) of the rows, in place of scores: these are computed in float64, and their error is
+            :func:`~semdiag.mathematics.rounding.score_error` of ``format``.
+        k: keys (..., n, D), in the dimensions in front like those of q, or 1.
+        scale: on the products of q and k.
+
+    Returns:
+        Counts by class; and a table with a row for each checked row: its place in each dimension (``dim_0``, …),
+        ``class``, ``worst_chosen`` (score), ``kth`` (the least score of a top-k), ``gap`` = kth − worst_chosen,
+        not below 0, ``gap_ulps`` (in units of the last place in ``format``), ``left_out`` (the best score left
+        out), ``separation`` = worst_chosen − left_out (+inf where no key is left) and ``separation_ulps``. Units
+        of the last place are those of the larger of the two scores. NaN: not known, or nothing chosen.
+
+    Raises:
+        InputError: if shapes or types do not fit together, k is above n, a score is NaN, or no row is to be
+            checked.
+
+    Example:
+        >>> scores = torch.tensor([[3.0, 1.0, 2.0, 2.0], [3.0, 1.0, 2.0, 0.0]])
+        >>> found = check_selection(scores, torch.tensor([[0, 2], [0, 1]]))
+        >>> found, found.faults
+        (CheckedSelection(2 rows: 1 legal_tie, 1 wrong), 1)
+        >>> found.rows[["class", "worst_chosen", "kth", "gap"]].values.tolist()
+        [['legal_tie', 2.0, 2.0, 0.0], ['wrong', 1.0, 2.0, 1.0]]
+    """
+    kind = number_format(format)
+    chosen = chosen_keys(indices)
+    if q is not None or k is not None:
+        scores, error = _recomputed(scores, error, q, k, scale, kind)
+    given_scores = None if scores is None else float_scores(scores, chosen)
+    errors = None if error is None else _errors(error, given_scores)
+    shape = tuple(chosen.shape[:-1])
+    valid, first = whole_numbers(lengths, "lengths"), whole_numbers(starts, "starts")
+    known = _keys(keys, given_scores, valid, first, shape[-1] if causal else 0)
+    if keys is not None:
+        check_k(chosen.shape[-1], keys)
+    beyond = min(max(int(chosen.long().max()) + 1, chosen.shape[-1]), _MOST)  # which no index reaches
+    number = known or beyond
+    allowed = allowed_keys(shape, number, valid, first, whole_numbers(documents, "documents"), bool(causal))
+    if not bool(allowed.counts.any()):
+        raise InputError("There is no row to check: every query is padding.")
+    judged = judge_rows(
+        None if given_scores is None else flat_rows(given_scores), flat_rows(chosen), number, allowed, kind,
+        error=errors,
+    )  # fmt: skip
+    rows = _table(shape, allowed, kind, judged)
+    counts = rows["class"].value_counts()
+    return CheckedSelection(
+        counts={name: int(counts[name]) for name in CLASSES}, rows=rows, k=chosen.shape[-1], keys=known,
+        format=kind.name, not_checked=allowed.counts.numel() - len(rows), not_judged=int(counts[NOT_JUDGED]),
+    )  # fmt: skip
+
+
+def _recomputed(
+    scores: Any, error: Any, q: Any, k: Any, scale: float, kind: NumberFormat
+) -> tuple[Tensor, Tensor]:
+    if scores is not None or error is not None or q is None or k is None:
+        raise InputError("Give scores (with their error, if they were recomputed), or else both q and k.")
+    queries, keys = as_tensor(q, "q").double(), as_tensor(k, "k").double()
+    if queries.ndim < 2 or keys.ndim < 2 or queries.shape[-1] != keys.shape[-1]:
+        shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
+        raise InputError(f"q must have the shape (..., rows, D) and k (..., n, D), of the same D. Got {shapes}.")
+    try:
+        found = float(scale) * (queries @ keys.mT)
+    except RuntimeError:
+        shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
+        raise InputError(f"The first dimensions of q and k must be the same, or 1. Got {shapes}.") from None
+    error = score_error(queries, keys, float(scale), kind).expand_as(found)
+    if not bool(error.isfinite().all()):
+        raise InputError(
+            f"The error of scores in {kind.name} is not known for these q and k. It is for formats up to float32, "
+            "heads up to a width of 2^20, and finite numbers whose sums float32 can hold."
+        )
+    return found, error
+
+
+def _errors(error: Any, scores: Tensor | None) -> Tensor:
+    given = as_tensor(error, "error").double()
+    if scores is None:
+        raise InputError("error says how far scores may be off, and there are no scores.")
+    try:
+        spread = given.expand(scores.shape)
+    except RuntimeError:
+        shapes = f"{tuple(given.shape)} for scores of {tuple(scores.shape)}"
+        raise InputError(f"error must be a number, or have the shape of the scores. Got {shapes}.") from None
+    if not bool((given >= 0).all()) or not bool(given.isfinite().all()):
+        raise InputError("error must be finite and not negative.")
+    return spread.reshape(-1, scores.shape[-1])
+
+
+def _keys(
+    given: int | None, scores: Tensor | None, lengths: Tensor | None, starts: Tensor | None, queries: int
+) -> int | None:
+    if given is not None:
+        whole_number(given, "keys", 1)
+        if given > _MOST:
+            raise InputError(f"keys must be at most {_MOST:,}. Got {given:,}.")
+    if scores is not None:
+        if given is not None and given != scores.shape[-1]:
+            raise InputError(f"keys = {given}, but the scores have {scores.shape[-1]} keys.")
+        return int(scores.shape[-1])
+    if given is not None:
+        return int(given)
+    if lengths is None or not lengths.numel():
+        return queries or None
+    if starts is None or not starts.numel():
+        return max(1, queries, int(lengths.max()))
+    ends = lengths + starts if starts.shape == lengths.shape else lengths.max() + starts.max()
+    return max(1, queries, int(ends.max()))
+
+
+def _table(
+    shape: tuple[int, ...], allowed: AllowedKeys, kind: NumberFormat, judged: tuple[Tensor, ...]
+) -> pd.DataFrame:
+    grade, worst, kth, left = judged
+    places = np.unravel_index(allowed.counts.nonzero().squeeze(1).numpy(), shape)
+    gap = torch.where(kth == worst, 0.0, kth - worst).clamp(min=0)
+    separation = torch.where(worst == left, 0.0, worst - left)
+    separation = torch.where(left.isnan() & ~worst.isnan(), torch.inf, separation)
+    columns = {
+        "worst_chosen": worst, "kth": kth, "gap": gap,
+        "gap_ulps": last_places(gap, torch.fmax(worst.abs(), kth.abs()), kind), "left_out": left,
+        "separation": separation,
+        "separation_ulps": last_places(separation, torch.fmax(worst.abs(), left.abs()), kind),
+    }  # fmt: skip
+    return pd.DataFrame(
+        {
+            **{f"dim_{axis}": place for axis, place in enumerate(places)},
+            "class": pd.Categorical.from_codes(np.asarray(grade.numpy(), np.int8), dtype=_CLASS),
+            **{name: values.numpy() for name, values in columns.items()},
+        }
+    )

@@ -1,0 +1,258 @@
+"""Do two engines choose alike?"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.rounding import NumberFormat, number_format
+from semdiag.mathematics.selections import (
+    FAULTS,
+    GRAVITY,
+    allowed_keys,
+    judge_rows,
+    overlaps,
+    weight_lost,
+    without_repeats,
+)
+from semdiag.selections.files import (
+    SelectionFile,
+    chosen_keys,
+    chosen_weights,
+    float_scores,
+    type_name,
+    whole_numbers,
+)
+from semdiag_models import InputError
+
+_OTHER_TOKENS = "Are they of another tokenisation, or is one of them padded? Then give its lengths. "
+SAME, NUMERIC, BUG, UNEXPLAINED = "same", "numeric", "bug", "unexplained"
+
+
+_AXIS_NAMES = ("batch", "sequence", "tokens", "layers", "heads")
+_USUAL = {1: "tokens", 2: "tokens,layers", 3: "batch,sequence,layers", 4: "batch,sequence,layers,heads"}
+
+
+@dataclass(frozen=True, eq=False)
+class LaidOut:
+    """A selection as rows: token by token, layer by layer, head by head."""
+
+    file: SelectionFile  # where it is from
+    layers: int  # their number; 1 if there are none
+    heads: int  # heads of a layer; 1 if there are none
+    indices: Tensor  # int64 (rows, k)
+    kind: str  # type of the indices, as given
+    scores: Tensor | None  # (rows, n); None: unknown
+    weights: Tensor | None  # (rows, k); None: unknown
+    ids: Tensor | None  # int64 (tokens,); None: unknown
+    layout: str  # names of the dimensions before k
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens."""
+        return len(self.indices) // (self.layers * self.heads)
+
+    @cached_property
+    def sets(self) -> Tensor:
+        """Return the indices, a key that a row names twice once."""
+        return without_repeats(self.indices)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Return the weights of the chosen keys: as given, or the softmax of their scores; None if unknown."""
+        if self.weights is not None or self.scores is None:
+            return self.weights
+        chosen = self.scores.gather(1, self.sets.clamp(min=0)).double().masked_fill(self.sets < 0, -torch.inf)
+        return chosen.softmax(1).nan_to_num(0.0)
+
+
+def lay_out(file: SelectionFile, layout: str = "") -> LaidOut:
+    """Return a selection in the one layout. Tokens beyond the lengths of their sequences are left out."""
+    try:
+        return _laid_out(file, layout)
+    except InputError as error:
+        raise InputError(f"{file.path}: {error}") from None
+
+
+def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
+    indices = chosen_keys(file.indices)
+    names = _names(layout, indices.ndim - 1)
+    sizes = dict(zip(names, indices.shape, strict=False))
+    scores = None if file.scores is None else float_scores(file.scores, indices)
+    weights = None if file.weights is None else chosen_weights(file.weights, indices)
+    kept = _valid_tokens(file, sizes, names)
+    order = [names.index(name) for name in _AXIS_NAMES if name in names]
+    layers, heads = sizes.get("layers", 1), sizes.get("heads", 1)
+
+    def one(tensor: Tensor) -> Tensor:
+        moved = tensor.permute(*order, tensor.ndim - 1)
+        return moved.reshape(-1, layers * heads, tensor.shape[-1])[kept].flatten(0, 1).cpu()
+
+    ids = whole_numbers(file.tokens, "tokens")
+    if ids is not None:
+        if ids.numel() != kept.numel():
+            raise InputError(f"tokens holds {ids.numel():,} ids, but there are {kept.numel():,} tokens.")
+        ids = ids.flatten()[kept]
+    scores, weights = (None if each is None else one(each) for each in (scores, weights))
+    if scores is not None and bool(scores.isnan().any()):
+        raise InputError("the scores hold NaN, which is neither larger nor smaller than another score.")
+    indices, kind = one(indices).long(), type_name(indices)
+    return LaidOut(file, layers, heads, indices, kind, scores, weights, ids, ",".join(names))
+
+
+def _names(layout: str, count: int) -> list[str]:
+    given = layout or _USUAL.get(count, "")
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    wrong = [name for name in names if name not in _AXIS_NAMES]
+    has_tokens = "tokens" in names or "sequence" in names
+    if wrong or len(set(names)) < len(names) or len(names) != count or not has_tokens:
+        raise InputError(
+            f"indices have {count} dimensions before k. Name each of them once with --layout, like "
+            f"batch,sequence,layers: {', '.join(_AXIS_NAMES)}, with tokens or sequence among them. Got {given!r}."
+        )
+    return names
+
+
+def _valid_tokens(file: SelectionFile, sizes: dict[str, int], names: list[str]) -> Tensor:
+    batch, sequence = sizes.get("batch", 1), sizes.get("sequence", 1) * sizes.get("tokens", 1)
+    kept = torch.ones(batch, sequence, dtype=torch.bool)
+    at = torch.arange(sequence)
+    lengths, starts = whole_numbers(file.lengths, "lengths"), whole_numbers(file.starts, "starts")
+    for numbers, name in ((lengths, "lengths"), (starts, "starts")):
+        if numbers is not None and tuple(numbers.shape) not in ((), (1,), (batch,)):
+            raise InputError(
+                f"{name} must be one number for each of {batch} sequences. Got {tuple(numbers.shape)}."
+            )
+    first = torch.zeros(1, dtype=torch.int64) if starts is None else starts.reshape(-1)
+    if lengths is not None:
+        end = first + lengths.reshape(-1)
+        if bool(((first < 0) | (end < first) | (end > sequence)).any()):
+            raise InputError(f"lengths and starts must lie within the {sequence:,} tokens of a sequence.")
+        kept &= at < end[:, None]
+    return (kept & (at >= first[:, None])).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedSelections:
+    """What :func:`compare_selections` found."""
+
+    rows: pd.DataFrame
+    tokens: int  # tokens of each selection
+    k: int  # keys that a row chooses
+    format: str  # number format of the engines' scores
+    repeats: tuple[int, int]  # how many rows of A and of B name a key twice; it counts once
+    weight_of: str  # from which file's weights or scores the lost weight is; empty: unknown
+    by_own_scores: int | None
+    layouts: tuple[str, str]  # layouts of A and B, named by the user or guessed
+    ignored: tuple[str, ...]  # names of arrays that were not looked at
+
+
+def compare_selections(
+    first: SelectionFile, second: SelectionFile, format: str = "float32", layouts: tuple[str, str] = ("", "")
+) -> ComparedSelections:
+    """Compare the keys that two engines chose for the same rows, as sets."""
+    kind = number_format(format)
+    a, b = lay_out(first, layouts[0]), lay_out(second, layouts[1])
+    _check_alike(a, b)
+    repeats = [int(((each.sets != each.indices) & (each.indices >= 0)).any(1).sum()) for each in (a, b)]
+    rows = _table(a, b, kind)
+    return ComparedSelections(
+        rows, a.tokens, a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
+        _weight_of(a, b), _by_own_scores(a, b, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
+        (a.layout, b.layout), tuple(dict.fromkeys((*first.ignored, *second.ignored))),
+    )  # fmt: skip
+
+
+def _check_alike(a: LaidOut, b: LaidOut) -> None:
+    where = f"{a.file.path} and {b.file.path}"
+    pairs = (
+        ("k", a.indices.shape[-1], b.indices.shape[-1], ""),
+        ("tokens", a.tokens, b.tokens, _OTHER_TOKENS),
+        ("layers", a.layers, b.layers, ""),
+        ("heads", a.heads, b.heads, ""),
+        ("types of indices", a.kind, b.kind, "Save both in one type. "),
+    )  # fmt: skip
+    for what, of_a, of_b, advice in pairs:
+        if of_a != of_b:
+            raise InputError(
+                f"{where} differ in {what}: {of_a} and {of_b}. {advice}Name other orders of dimensions with "
+                "--layout."
+            )
+    for what in ("scores", "weights"):
+        of_a, of_b = getattr(a.file, what), getattr(b.file, what)
+        if of_a is not None and of_b is not None and of_a.dtype != of_b.dtype:
+            raise InputError(
+                f"{where} differ in the type of {what}: {of_a.dtype} and {of_b.dtype}. Save both in one type."
+            )
+    if a.scores is not None and b.scores is not None and a.scores.shape != b.scores.shape:
+        raise InputError(f"{where} differ in the number of keys: {a.scores.shape[-1]} and {b.scores.shape[-1]}.")
+    if a.ids is not None and b.ids is not None and not torch.equal(a.ids, b.ids):
+        fault = "are of other tokens: their ids differ. Are they of another tokenisation?"
+        if torch.equal(a.ids.sort()[0], b.ids.sort()[0]):
+            fault = "hold the same tokens in another order. Sort the rows of one like those of the other."
+        raise InputError(f"{where} {fault}")
+    for one, each in product((a, b), (a, b)):
+        keys, largest = None if one.scores is None else one.scores.shape[-1], int(each.indices.max())
+        if keys is not None and largest >= keys:
+            raise InputError(
+                f"{each.file.path} names key {largest}, but {one.file.path} has scores of {keys} keys. Are they "
+                f"of another tokenisation? Check one alone: semdiag selections {each.file.path}"
+            )
+
+
+def _weight_of(a: LaidOut, b: LaidOut) -> str:
+    for name, each in (("A", a), ("B", b)):
+        if each.weights is not None or each.scores is not None:
+            return f"{'weights' if each.weights is not None else 'softmax of the scores'} of {name}"
+    return ""
+
+
+def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
+    overlap = overlaps(a.sets, b.sets)
+    number, each = len(overlap), a.layers * a.heads
+    layer, head = np.divmod(np.arange(number) % each, a.heads)
+    differs = overlap < 1
+    grade = np.where(differs.numpy(), UNEXPLAINED, SAME).astype(object)
+    grade[differs.numpy()] = _explained(a, b, differs, kind)
+    one, other = (b, a) if a.weight is None else (a, b)
+    lost = torch.full((number,), torch.nan, dtype=torch.float64)
+    if one.weight is not None:
+        lost = weight_lost(one.sets, other.sets, one.weight)
+    return pd.DataFrame(
+        {
+            "token": np.arange(number) // each, "layer": layer, "head": head, "overlap": overlap.numpy(),
+            "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]), "lost": lost.numpy(),
+        }
+    )  # fmt: skip
+
+
+def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> np.ndarray:
+    at = differs.nonzero().squeeze(1)
+    known = [each.scores[at] for each in (a, b) if each.scores is not None]
+    if not known or not len(at):
+        return np.full(len(at), UNEXPLAINED, dtype=object)
+    numeric = torch.zeros(len(at), dtype=torch.bool)
+    for scores in known:
+        numeric |= _right(scores, a.sets[at], kind) & _right(scores, b.sets[at], kind)
+    return np.where(numeric.numpy(), NUMERIC, BUG).astype(object)
+
+
+def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -> Tensor:
+    """Return whether sets are a top-k of scores after the engines have rounded them."""
+    keys = scores.shape[1]
+    grade = judge_rows(scores, sets, keys, allowed_keys((len(sets),), keys), kind, engines)[0]
+    faulty = torch.tensor([name in FAULTS for name in GRAVITY])
+    return ~faulty[grade.long()]
+
+
+def _by_own_scores(a: LaidOut, b: LaidOut, bug: Tensor, kind: NumberFormat) -> int | None:
+    if a.scores is None or b.scores is None:
+        return None
+    if not bool(bug.any()):
+        return 0
+    right = [_right(each.scores[bug], each.sets[bug], kind, 1) for each in (a, b) if each.scores is not None]
+    return int((right[0] & right[1]).sum())

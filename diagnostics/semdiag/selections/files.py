@@ -1,0 +1,210 @@
+"""A selection in a file, and its arrays in one form."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.rounding import number_format
+from semdiag.selections.arrays import array_names, read_arrays
+from semdiag_models import InputError
+
+_NAMES = {
+    "indices": ("indices", "routed_experts", "topk_indices", "topk_ids", "topk_idx", "selected_experts"),
+    "scores": ("scores", "logits", "router_logits"),
+    "weights": ("weights", "topk_weights"),
+    "lengths": (
+        "lengths", "seq_lens", "seqlens", "seq_len", "seq_lengths", "context_lens", "context_lengths", "kv_lens",
+        "cache_seqlens",
+    ),
+    "starts": ("starts",),
+    "documents": ("documents",),
+    "tokens": ("tokens", "token_ids", "input_ids"),
+    "error": ("error",),
+    "q": ("q",),
+    "k": ("k",),
+    "scale": ("scale",),
+    "first": ("cu_seqlen_ks",),  # the first key of each row, and the end of its keys
+    "end": ("cu_seqlen_ke",),
+    "bounds": ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc"),  # packed
+}  # fmt: skip
+_PAGES = ("block_table", "block_tables", "page_table", "slot_mapping", "req_to_token")
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionFile:
+    """The arrays of a selection in a file; None if it is not there."""
+
+    path: Path
+    indices: Tensor  # (..., k) chosen keys, -1 for none
+    scores: Tensor | None = None  # (..., n) of all keys
+    weights: Tensor | None = None  # (..., k) of the chosen keys
+    lengths: Tensor | None = None  # lengths of the sequences
+    starts: Tensor | None = None  # the first valid key of each
+    documents: Tensor | None = None  # document of each token, in packed sequences
+    tokens: Tensor | None = None  # their ids
+    error: Tensor | None = None  # how far recomputed scores may be from the engine's
+    q: Tensor | None = None  # queries and keys, in place of scores
+    k: Tensor | None = None
+    scale: Tensor | None = None  # on their products
+    ignored: tuple[str, ...] = ()  # names of other arrays
+
+    @property
+    def unclear(self) -> str:
+        """Return why faults of its rows may be none: an ignored array that may say which keys are valid."""
+        for name in self.ignored:
+            if name in _PAGES:
+                return f"indices may be slots of a paged cache, as it holds {name}. Give positions in the sequence"
+            try:
+                found = read_arrays(self.path, [name])[name]
+            except InputError:  # an array of something else
+                continue
+            counts = (len(self.indices), len(self.indices) + 1, self.indices[..., 0].numel())
+            if not found.is_floating_point() and found.ndim == 1 and len(found) in counts:
+                return f"{name}, which is ignored, may say which keys are valid. Name it lengths, or leave it out"
+        return ""
+
+
+def read_selection(path: Path, format: str = "", limits: bool = True) -> SelectionFile:
+    """Read a selection."""
+    arrays = read_arrays(path, [name for names in _NAMES.values() for name in names])
+    found = {kind: [name for name in names if name in arrays] for kind, names in _NAMES.items()}
+    bounds = found.pop("bounds")
+    for kind, names in found.items():
+        if len(names) > 1:
+            raise InputError(f"{path} holds {' and '.join(names)}: which are the {kind}? One must be there.")
+    known = {kind: arrays[names[0]] for kind, names in found.items() if names}
+    if "indices" not in known:
+        *names, last = _NAMES["indices"]
+        raise InputError(
+            f"{path} holds no array of chosen keys: one must be there, named {', '.join(names)} or {last}."
+        )
+    first, end = known.pop("first", None), known.pop("end", None)
+    if limits and end is not None and "lengths" not in known:
+        known["starts"] = torch.zeros_like(end) if first is None else first
+        known["lengths"] = end - known["starts"]
+    if limits and bounds and not {"lengths", "documents"} & set(known):
+        known |= _packed(path, known["indices"], {name: arrays[name] for name in bounds})
+    if "scores" in known:
+        known["scores"] = _numbers(known["scores"], format)
+    return SelectionFile(path, **known, ignored=tuple(name for name in array_names(path) if name not in arrays))
+
+
+def _packed(path: Path, indices: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:
+    rows = next((held for name, held in bounds.items() if name != "cu_seqlens_k"), next(iter(bounds.values())))
+    keys = bounds.get("cu_seqlens_k", rows)
+    sizes = rows.long().diff()
+    if rows.shape != keys.shape or rows.ndim != 1 or bool((sizes < 0).any()) or int(sizes.sum()) != len(indices):
+        raise InputError(
+            f"{path}: {' and '.join(bounds)} must hold the bounds of the same sequences, up to the "
+            f"{len(indices):,} rows of indices."
+        )
+    begin = keys.long()
+    return {"starts": begin[:-1].repeat_interleave(sizes), "lengths": begin.diff().repeat_interleave(sizes)}
+
+
+def _numbers(scores: Tensor, format: str) -> Tensor:
+    """Return scores; whole numbers as wide as those of the format are its bits."""
+    if not format or scores.is_floating_point() or scores.dtype == torch.bool:
+        return scores
+    dtype: torch.dtype = getattr(torch, number_format(format).name)
+    return scores.contiguous().view(dtype) if scores.dtype.itemsize == dtype.itemsize < 4 else scores
+
+
+def as_tensor(given: Any, name: str) -> Tensor:
+    """Convert a tensor, an array of any byte order or a nested list into a tensor."""
+    if isinstance(given, Tensor):
+        if given.layout != torch.strided or given.is_meta:
+            raise InputError(f"{name} must be a plain tensor that holds its numbers. Got {given.layout}.")
+        return given.detach()
+    try:
+        array = np.asarray(given)
+        array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
+        with warnings.catch_warnings():  # torch warns of read-only arrays; nothing is written
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        kind = getattr(given, "dtype", type(given).__name__)
+        raise InputError(f"{name} must be a tensor or an array of numbers. Got {kind}.") from None
+
+
+def chosen_keys(given: Any) -> Tensor:
+    """Return indices (..., k), at least one row of them."""
+    indices = _whole(given, "indices")
+    if indices.ndim == 0 or not indices.numel():
+        raise InputError(
+            f"indices must have the shape (..., k), with at least one row and one key. Got {_shape(indices)}."
+        )
+    return indices[None] if indices.ndim == 1 else indices
+
+
+def float_scores(given: Any, indices: Tensor) -> Tensor:
+    """Return the scores (..., n) of the rows of some indices."""
+    scores = as_tensor(given, "scores")
+    if not scores.is_floating_point():
+        raise InputError(
+            f"scores must be floating-point numbers. Got {type_name(scores)}: are scores and indices swapped? "
+            "Bits of bfloat16 are read with the format bfloat16."
+        )
+    scores = scores[None] if scores.ndim == 1 and len(indices) == 1 and indices.ndim == 2 else scores
+    if scores.shape[:-1] != indices.shape[:-1] or not scores.numel():
+        raise InputError(
+            f"scores (..., n) and indices (..., k) must be of the same rows. Got {_shape(scores)} and "
+            f"{_shape(indices)}."
+        )
+    check_k(indices.shape[-1], scores.shape[-1])
+    return scores
+
+
+def check_k(k: int, keys: int) -> None:
+    """Refuse a row that chooses more keys than there are."""
+    if k > keys:
+        raise InputError(
+            f"A row chooses k = {k:,} keys, but there are only {keys:,}. Are the scores those of the same tokens? "
+            f"If the rest of each row is filled with -1, give its first {keys:,} columns."
+        )
+
+
+def whole_numbers(given: Any, name: str) -> Tensor | None:
+    """Return whole numbers as int64; None for None."""
+    return None if given is None else _whole(given, name).long().cpu()
+
+
+def flat_rows(tensor: Tensor) -> Tensor:
+    """Return (..., n) as (rows, n)."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _whole(given: Any, name: str) -> Tensor:
+    tensor = as_tensor(given, name)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise InputError(f"{name} must be whole numbers. Got {type_name(tensor)}.")
+    return tensor
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def type_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's type, without torch's."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def chosen_weights(given: Any, indices: Tensor) -> Tensor:
+    """Return weights in the shape of some indices."""
+    weights = as_tensor(given, "weights")
+    fits = weights.numel() == indices.numel() and weights.shape[-1] == indices.shape[-1]
+    if not weights.is_floating_point() or not fits:
+        raise InputError(
+            f"weights must be floating-point numbers, one for each index. Got {type_name(weights)} of "
+            f"{_shape(weights)} for {_shape(indices)}."
+        )
+    weights = weights.reshape(indices.shape).float()
+    if bool((((weights < 0) | ~weights.isfinite()) & (indices >= 0)).any()):
+        raise InputError("weights must be finite and not negative.")
+    return weights
