@@ -6,8 +6,8 @@ prints the rates that docs/reading-a-report.md states under "Percentiles and int
 independent sequences, normal, exponential and lognormal, 4,000 cases of 500 resamples each; and rank correlations
 over the rows of sequences, 1,000 cases. A second table, stated in docs/commands/k-sweep.md, has the interval of a
 mean change over n texts: Student's, and semdiag's, which corrects it for skewness (Hall). Of 1,500 cases each it
-gives the share inside, and the share at or below the upper end, which decides the verdict. About five minutes on
-one core.
+gives the share inside, and the share at or below the upper end, which decides the verdict. A third has intervals
+over the chunks of one text. About five minutes on one core.
 """
 
 import math
@@ -15,6 +15,7 @@ import math
 import numpy as np
 import pandas as pd
 import scipy
+import scipy.signal
 
 from semdiag.measuring.findings.resampling import rank_correlation_interval, sum_ratio_interval, tail_levels
 from semdiag.measuring.words import FEWEST
@@ -78,6 +79,24 @@ def rank_coverage(units: int, rows: int = 12, correlation: float = 0.3, cases: i
     return held / cases
 
 
+def chunk_coverage(chunks: int, correlation: float = 0.5, spread: float = 1.0, cases: int = 1500) -> list[float]:
+    """Share of intervals over the chunks of one text that hold its own mean, and the mean of other texts.
+
+    Changes of chunks are normal with standard deviation 1, neighbours correlated; the means of texts have the
+    standard deviation ``spread``.
+    """
+    rng = np.random.default_rng(0)
+    held = np.zeros(2)
+    for _ in range(cases):
+        own = spread * rng.normal()
+        noise = scipy.signal.lfilter(
+            [math.sqrt(1 - correlation**2)], [1, -correlation], rng.normal(size=chunks + 100)
+        )
+        found = sum_ratio_interval(own + noise[100:], np.ones(chunks))
+        held += [found.low <= own <= found.high, found.low <= 0 <= found.high]
+    return list(held / cases)
+
+
 def main() -> None:
     """Print the table."""
     print(f"| law | of | {' | '.join(f'n = {units}' for units in UNITS)} |\n{'|---' * (len(UNITS) + 2)}|")
@@ -95,6 +114,14 @@ def main() -> None:
         for units in (8, 24, 30, 100):
             cells = " | ".join(f"{share:.3f}" for share in change_coverage(law, units))
             print(f"| {law} | {units} | {cells} |", flush=True)
+    print(
+        "\n| chunks of one text, neighbours correlated by ½ | texts differ by | own mean held | that of others |"
+    )
+    print("|---" * 4 + "|")
+    for chunks in (16, 64, 300):
+        for spread in (0.1, 0.3, 1.0):
+            own, others = chunk_coverage(chunks, spread=spread)
+            print(f"| {chunks} | {spread} of a chunk's deviation | {own:.3f} | {others:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

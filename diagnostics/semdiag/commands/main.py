@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from semdiag.commands.check import CHECK, info, list_names, monitor
-from semdiag.commands.measuring import command_line, figure_formats, output_folder, with_options
+from semdiag.commands.measuring import command_line, figure_formats, output_folder, refuse_failed, with_options
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 from semdiag.presenting import options
@@ -116,6 +116,7 @@ def _report(
             say(f"Report: {page}")
     if show:
         webbrowser.open(page.resolve().as_uri())
+    refuse_failed(findings, "--rerun-minutes 0")
 
 
 REPORT = Question("report", __name__, ask=_report, takes=("models", "k", *SAMPLING), defaults={"k": "5"})

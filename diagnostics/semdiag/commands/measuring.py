@@ -235,6 +235,16 @@ class Asked:
                 say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
                 show(question.answered(findings), values.get("every", False))
                 say(f"Page: {page}")
+        refuse_failed(findings, "--no-rerun")
+
+
+def refuse_failed(findings: "Findings", without: str) -> None:
+    """End with an error if a run with masks failed, once everything else was delivered."""
+    from semdiag.questions.k_sweep.changes import failure_sentences
+    from semdiag_models import InputError
+
+    if failures := failure_sentences(findings):
+        raise InputError(f"{' '.join(failures)} All else was measured; without these runs: {without}.")
 
 
 def _measure_and_show(plan: Any, shared: Asked) -> None:

@@ -100,9 +100,9 @@ def interval_words(
     return f"{level}{ends}" if ends else why
 
 
-def limit_of_share(high: float) -> str:
-    """Return the one-sided 95% limit of a share of unseen inputs, marked as one."""
-    return f"up to {strict_percent(high) if high < 1 else '100%'} of inputs may (one-sided 95%)"
+def limit_of_share(high: float, of: str = "inputs") -> str:
+    """Return the one-sided 95% limit of a share of what was not seen, marked as one."""
+    return f"up to {strict_percent(high) if high < 1 else '100%'} of {of} may (one-sided 95%)"
 
 
 def count_of(some: int, every: int, thing: str) -> str:

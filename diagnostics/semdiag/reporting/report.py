@@ -26,6 +26,7 @@ from semdiag.presenting.drawing.panels import NothingToDrawError, attention_labe
 from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
 from semdiag.presenting.progress import Stages
 from semdiag.questions.dispersion.answer import dispersion_results, pair_comparisons
+from semdiag.questions.k_sweep.changes import failure_sentences
 from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
 from semdiag.questions.registry import figures, reported
@@ -251,10 +252,12 @@ def _write(
 def in_short(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:
     """Return the sentences of the first screen: from every question, on the capture, and warnings."""
     metrics = [name for name in answers if name in ("dispersion", "separation")]
+    failures = failure_sentences(findings)
     return [
+        *failures,
         *weights_sentences(findings),
         *unlearned_sentences(findings),
-        *first_sentences([*answers.values()], otherwise=1),
+        *(each for each in first_sentences([*answers.values()], otherwise=1) if each not in failures),
         *sampling_sentences(findings, metrics or ("dispersion",)),
         *capture_sentences(findings),
         *diverged_sentences(findings),

@@ -40,8 +40,11 @@ from semdiag.questions.k_sweep.changes import (
     condition_table,
     conditions_met,
     costs,
+    failed_reruns,
+    failure_sentences,
     harmless,
     judged_conditions,
+    kind_of_unit,
     length_table,
     rounded,
     smallest_enough,
@@ -86,9 +89,11 @@ class SparseVerdict:
     harmed: float = math.nan  # the share of samples that change by more than HARM times the tolerance
     harmed_high: float = math.nan  # one-sided limit of that share
     samples: int = 0  # that were run
+    units: int = 0  # over which the interval is: the samples, or chunks of few
+    chunk: int = 0  # tokens of a chunk; 0: units are samples
 
 
-_OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high", "samples"
+_OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high", "samples", "units", "chunk"
 
 
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
@@ -137,6 +142,8 @@ def _by_weight(findings: Findings, model: str, masses: pd.DataFrame, ran: bool) 
     weight = {} if k is None else _weight(masses, k)
     words = f"no k up to the largest measured keeps {ENOUGH_WEIGHT:.0%} of the weight"
     words = f"k = {k} keeps {strict_percent(weight['weight_kept'])} of the weight" if weight else words
+    if model in failed_reruns(findings):
+        return SparseVerdict(Outcome.OPEN, f"inconclusive: its run with masks failed; {words}.", k, **weight)
     run = f"to measure what a mask costs: semdiag k-sweep {model} --rerun"
     sentence = f"inconclusive before it is run with masks: {words}; {run}."
     return SparseVerdict(Outcome.OPEN, sentence, k, **weight)
@@ -155,8 +162,11 @@ def _judged(top: Sequence[Row], again: pd.DataFrame, limit: float, unit: Unit) -
     elif stays is not None and stays["kept"] <= MOST_KEYS:
         row, many = stays, stays["units"]
         more = f"{round(stays['harmed'] * many)} of {units_of(stays)} change by more than "
-        more += f"{unit.limit(HARM * limit, True)}, and {limit_of_share(stays['harmed_high'])}"
-        more += f": inconclusive with fewer than {counted(LEAST_SAMPLES, 'sample')}" * (many < LEAST_SAMPLES)
+        more += (
+            f"{unit.limit(HARM * limit, True)}, and {limit_of_share(stays['harmed_high'], kind_of_unit(stays))}"
+        )
+        if stays["chunk"] or many < LEAST_SAMPLES:
+            more += f": inconclusive with fewer than {counted(LEAST_SAMPLES, 'sample')}"
     elif stays is not None and not sparse:
         row, more = stays, "no k of at most half of the keys was run"
     elif unknown := [each for each in (top[-1], last) if not math.isfinite(each["change"])]:
@@ -198,6 +208,8 @@ def sparse_glance(findings: Findings) -> Glance:
         number, (_, _, words) = f"k = {one.k}", one.sentence.rstrip(".").partition(f"k = {one.k} ")
         return Glance(Outcome(one.answer), number, words)
     judged = [each for each in verdicts if each.answer != Outcome.OPEN]
+    if not judged and failed_reruns(findings):
+        return Glance(Outcome.OPEN, "failed", "when it was run with masks")
     if not judged and any(each.k is not None and not each.samples for each in verdicts):
         run = "with masks; to measure what sparse attention costs: semdiag k-sweep MODEL --rerun"
         return Glance(Outcome.OPEN, "not run", run)
@@ -246,7 +258,8 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
         if (row := records(again)[0])["chunk"]:
             yield (
                 f"Intervals are over {units_of(row)}, of {counted(row['chunk'], 'token')} or more: they are about "
-                "more text of the same samples, not about others."
+                f"more of {kind_of_unit(row).removeprefix('chunks of ')}, not about others, and too narrow where "
+                "neighbouring chunks are alike. No k is plausible by them."
             )
         unseen: dict[str, list[str]] = {}  # masks that changed no sample, by how many inputs they may change
         for row in records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]):
@@ -398,7 +411,7 @@ def answer(findings: Findings) -> Answer:
         headline = [first + sentence[1:], *kinds_lines(findings, models[0])]
     return Answer(
         glance,
-        headline,
+        [*failure_sentences(findings), *headline],
         [f"{label}: {' '.join(verdict_lines(findings, model))}" for model, label in labels.items()],
         tables={
             name: _swept(findings, table)

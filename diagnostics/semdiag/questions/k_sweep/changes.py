@@ -24,6 +24,7 @@ from semdiag.questions.k_sweep.rerun import (
     HARM,
     MOST_HARMED,
     NO_MASK,
+    RERUN_FAILED,
     TOLERANCES,
     UNITS,
     Numbers,
@@ -117,8 +118,11 @@ def costs(row: Row, limit: float) -> bool:
 
 
 def harmless(row: Row, limit: float) -> bool:
-    """Return whether a mean change is within a limit, and few inputs can change by much more."""
-    return within(row, limit) and bool(row["harmed_high"] <= MOST_HARMED)
+    """Return whether a mean change is within a limit, and few inputs can change by much more.
+
+    Chunks of few samples are no inputs: however many they are, they say nothing of other texts.
+    """
+    return not row["chunk"] and within(row, limit) and bool(row["harmed_high"] <= MOST_HARMED)
 
 
 def smallest_from(rows: Sequence[Row], holds: Callable[[Row], bool]) -> Row | None:
@@ -254,6 +258,18 @@ def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return list(attentions.values())
 
 
+def failed_reruns(findings: Findings) -> dict[str, str]:
+    """Return why a run with masks failed, by model."""
+    remarks = findings.measurements.remarks
+    failed = remarks[remarks["code"] == RERUN_FAILED]
+    return {str(row["model"]): str(row["text"]) for row in records(failed)}
+
+
+def failure_sentences(findings: Findings) -> list[str]:
+    """Return a sentence on each run with masks that failed: where there is one, it comes before all else."""
+    return [f"{model} was {why}." for model, why in failed_reruns(findings).items()]
+
+
 ROUNDING = 5e-5  # anything smaller may be rounding: nats, or relative
 _DOUBLED = math.log(2)  # above it, a change of perplexity is given as a factor
 _WORDS = {  # what changes; a cost; another change; the end of a limit
@@ -308,14 +324,15 @@ class Unit:
         known = math.isfinite(low)
         if self.perplexity and _DOUBLED < change < math.inf and known:
             low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
-            return f"multiplies perplexity by {significant(change)} ({interval_words(low, high, significant)})"
+            ends = interval_words(low, high, significant) + over_chunks(row)
+            return f"multiplies perplexity by {significant(change)} ({ends})"
         cost, other = self._words[1:3]
         costs = bool(cost) and ROUNDING <= change < math.inf
 
         def said(value: float, unit: bool) -> str:
             return self.amount(value, unit).removeprefix("+" * costs)
 
-        ends = f"95% interval {said(low, False)} to {said(high, self.perplexity)}"
+        ends = f"95% interval {said(low, False)} to {said(high, self.perplexity)}{over_chunks(row)}"
         words = (cost if costs else other).format(said(change, True))
         return f"{words} ({ends if known else self.without_interval(row)})"
 
@@ -323,7 +340,7 @@ class Unit:
         """Return what is known of a mean change that has no interval."""
         if row["seen"] == 0:
             seen = f"0 of {units_of(row)} changed by more than {self.limit(SEEN * row['tolerance'])}"
-            return f"{seen}; {limit_of_share(row['seen_high'])}"
+            return f"{seen}; {limit_of_share(row['seen_high'], kind_of_unit(row))}"
         return "all samples alike" if all_alike(row) else "no interval"
 
 
@@ -338,10 +355,21 @@ def all_alike(row: Row) -> bool:
 
 
 def units_of(row: Row) -> str:
-    """Return what an interval is over: "24 samples", "32 chunks of 2 samples"."""
-    if row["chunk"]:
-        return f"{counted(row['units'], 'chunk')} of {counted(row['samples'], 'sample')}"
-    return counted(row["units"], "sample")
+    """Return what an interval is over: "24 samples", "32 chunks of these 2 texts"."""
+    thing = "chunk" if row["chunk"] else "sample"
+    return counted(row["units"], thing) + kind_of_unit(row).removeprefix("chunks").removeprefix("inputs")
+
+
+def kind_of_unit(row: Row) -> str:
+    """Return what a share is of: "inputs", "chunks of this text", "chunks of these 2 texts"."""
+    if not row["chunk"]:
+        return "inputs"
+    return "chunks of this text" if row["samples"] == 1 else f"chunks of these {row['samples']} texts"
+
+
+def over_chunks(row: Row) -> str:
+    """Return what an interval is about where it is not about inputs like these."""
+    return f" over {kind_of_unit(row)}" if row["chunk"] else ""
 
 
 def unit_of(findings: Findings, model: str) -> Unit:

@@ -25,7 +25,16 @@ from semdiag.presenting.drawing.style import (
     wrapped,
 )
 from semdiag.questions.k_sweep.budgets import KINDS, OF_ENGINES, RANDOM
-from semdiag.questions.k_sweep.changes import Unit, change_table, length_table, tolerance_of, unit_of
+from semdiag.questions.k_sweep.changes import (
+    Unit,
+    change_table,
+    failure_sentences,
+    kind_of_unit,
+    length_table,
+    over_chunks,
+    tolerance_of,
+    unit_of,
+)
 
 _CHANGES = {
     "loss": "increase of the loss (nats)",
@@ -47,7 +56,8 @@ def cost(findings: Findings) -> Figure:
     labels = short_labels(findings.measurements.models) if len(table) else {}
     models = [model for model in labels if model in set(table["model"])]
     if not models:
-        raise NothingToDrawError("No model was run with masks. To do so: semdiag k-sweep MODEL.")
+        unasked = "No model was run with masks. To do so: semdiag k-sweep MODEL."
+        raise NothingToDrawError(" ".join(failure_sentences(findings)) or unasked)
     by_length = _fixed_k(findings, models[0]) if len(models) == 1 else table.iloc[:0]
     panels, height = len(models) + bool(len(by_length)), 3.4 if page_width() > 5 else 4
     figure, axes = panel_grid(panels, height=height, sharey=False)
@@ -73,11 +83,17 @@ def cost(findings: Findings) -> Figure:
     figure.finding = ". ".join(" ".join(ax.get_title(loc="left").split()) for ax in axes)
     note_below(
         figure,
-        "Points: means; bands: 95% intervals over texts, or chunks of few texts. Hollow points lie below the "
-        "axis. Shaded: changes that count as none. A share is of the keys of all queries together, those with few "
-        "keys included.",
+        f"Points: means; bands: 95% intervals over {_bands(table)}. Hollow points lie below the axis. Shaded: "
+        "changes that count as none. A share is of the keys of all queries together, those with few keys "
+        "included.",
     )
     return figure
+
+
+def _bands(table: pd.DataFrame) -> str:
+    """Return what the intervals of a table are about."""
+    kinds = dict.fromkeys(kind_of_unit(row) for row in records(table))
+    return " or ".join(kind.replace("inputs", "inputs like these") for kind in kinds)
 
 
 def _kinds(rows: pd.DataFrame) -> list[str]:
@@ -181,13 +197,14 @@ def _point_words(row: dict[str, Any], name: str, along: str, unit: Unit) -> str:
     )
     k = "" if row["mask"] == "topp" else f"k = {row['k']}, "
     length = f" of {counted(int(row['length']), 'token')}" if along == "length" else ""
-    interval = f" (95% interval {low} to {high})" if math.isfinite(row["low"]) else ""
+    over = " over pieces of the inputs" if length else over_chunks(row)
+    interval = f" (95% interval {low} to {high}{over})" if math.isfinite(row["low"]) else ""
     return f"{name}, {k}{row['kept']:.1%} of the keys{length}: {cost}{interval}"
 
 
 HEADINGS = heading(
     "k-sweep", "What would sparse attention cost this model?", (cost,),
-    "The model was run with masks, on its own scores: a model trained with that k has others.",
+    "Masks rank the model's own scores: a model trained with that k has others.",
     "Top-k of each head keeps the most weight of all choices of k keys, not always the lowest loss.",
     "The weight kept and the paper's conditions, which need no run, do not tell the cost: they are in the tables.",
 )  # fmt: skip

@@ -18,7 +18,15 @@ from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
 from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, EXTERNAL_KINDS, OWN_KINDS, halves, masks_of, search
-from semdiag.questions.k_sweep.rerun import LENGTHS_TABLE, RERUN_TABLE, few_ks, packed, rerun, rerun_ks
+from semdiag.questions.k_sweep.rerun import (
+    LENGTHS_TABLE,
+    RERUN_FAILED,
+    RERUN_TABLE,
+    few_ks,
+    packed,
+    rerun,
+    rerun_ks,
+)
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_models import InputError
 
@@ -141,7 +149,7 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
     except InputError as error:
         if plan.reruns(external=False):  # the user asked for it
             raise
-        subject.remark(f"not run with masks: {error}", "not-run-with-masks")
+        subject.remark(f"not run with masks: {str(error).removesuffix('.')}", RERUN_FAILED)
         again = RERUN_TABLE.empty()
     if plan.lengths and not again["predictions"].sum():
         why = f"of {loaded.path} the outputs are compared"

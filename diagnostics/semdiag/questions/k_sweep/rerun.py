@@ -66,6 +66,7 @@ def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
 
 
 NO_MASK = "none"
+RERUN_FAILED = "not-run-with-masks"  # code of a remark, whose text is the reason
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,6 @@ def test_one_long_document_has_intervals_over_chunks_within_it(model):
     assert (row["samples"], row["units"]) == (1, 5)
     assert row["low"] < row["change"] < row["high"]
     said = " ".join(verdict_lines(findings, "own:model"))
-    assert "Intervals are over 5 chunks of 1 sample, of 128 tokens or more: they are about more text of" in said
+    assert "Intervals are over 5 chunks of this text, of 128 tokens or more" in said
     five = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids[:, :600].view(5, 120)])
     assert set(survey([five], conditions).rerun["chunk"]) == {0}

@@ -138,6 +138,24 @@ def test_few_samples_exclude_no_rare_harm(made_up):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("texts", [1, 4])
+def test_chunks_of_few_texts_never_make_a_k_plausible(made_up, texts):
+    """300 quiet chunks of one text passed for 300 inputs."""
+    findings = made(made_up, of(4))
+    assert sparse_verdict(findings, "m").answer == "plausible"
+    rerun = findings.measurements.rerun
+    parts = rerun.assign(part=rerun["sample"] // texts, sample=rerun["sample"] % texts, chunk=128)
+    cut = Findings(findings.measurements.replace(rerun=parts))
+    found = sparse_verdict(cut, "m")
+    assert (found.answer, found.k) == ("inconclusive", 4)
+    assert (found.units, found.samples, found.chunk) == (SAMPLES, texts, 128)
+    of_texts = "of this text" if texts == 1 else "of these 4 texts"
+    assert f"over chunks {of_texts})" in first_line(cut)
+    assert f"of chunks {of_texts} may" in first_line(cut)
+    assert " inputs " not in first_line(cut)
+
+
 def test_an_estimate_within_its_uncertainty_is_no_loss(made_up):
     """It was "not without loss" although the estimate lay within the tolerance."""
     wide = {i: 0.06 if i % 2 else -0.06 for i in range(40)}
