@@ -2,7 +2,8 @@
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semdiag.mathematics.selections import without_repeats
 from semdiag.selections.arrays import read_arrays
+from semdiag.selections.files import type_name
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
 from semdiag_models.reading import read_json
@@ -32,71 +35,168 @@ def read_queries_and_keys(path: str | Path) -> list[DumpedLayer]:
     """Read the queries and keys that vLLM-Hook (probe_hookqk_worker.py) wrote into ``qk.pt``, of one rank."""
     content = read_plain(Path(path))
     try:
-        config, read = content["config"], []
-        heads, shared, width = (int(config[n]) for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-        scale = float(config.get("attention_multiplier", width**-0.5))
-        for name, entry in content["qk_cache"].items():
-            for rows, keys in zip(entry["q"], entry["k_all"], strict=True):
-                q, k = _by_head(rows, heads, width), _by_head(keys, shared, width)
-                read.append(DumpedLayer(name, int(entry["layer_num"]), q, k, scale, k.shape[2] - q.shape[2]))
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        sizes = _Sizes.of(content["config"])
+        dumped = [one for name, entry in content["qk_cache"].items() for one in sizes.layers(name, entry)]
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise InputError(f"{path} is no dump of vLLM-Hook: {type(error).__name__} {error}.") from None
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
-    numbers = sorted({each.layer for each in read})
-    if not numbers or shared < 1 or heads % shared or not 0 < scale < math.inf:
-        raise InputError(f"{path} holds no layer, no scale, or heads that share no keys: {heads} and {shared}.")
+    if not dumped or sizes.shared < 1 or sizes.heads % sizes.shared or not 0 < sizes.scale < math.inf:
+        heads = f"{sizes.heads} and {sizes.shared}"
+        raise InputError(f"{path} holds no layer, no scale, or heads that share no keys: {heads}.")
+    _check_layers(path, dumped)
+    if any(each.first_query < 0 for each in dumped):
+        raise InputError(f"{path} has more queries than keys: are q and k swapped?")
+    return dumped
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    heads: int  # of queries
+    shared: int  # heads of keys
+    width: int
+    scale: float
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "_Sizes":
+        heads, shared, width = (
+            int(config[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        return cls(heads, shared, width, float(config.get("attention_multiplier", width**-0.5)))
+
+    def layers(self, name: str, entry: Mapping[str, Any]) -> Iterator[DumpedLayer]:
+        """Yield the passes of a module."""
+        for queries, keys in zip(entry["q"], entry["k_all"], strict=True):
+            q = _by_head(name, queries, self.heads, self.width)
+            k = _by_head(name, keys, self.shared, self.width)
+            yield DumpedLayer(name, int(entry["layer_num"]), q, k, self.scale, k.shape[2] - q.shape[2])
+
+
+def _check_layers(path: str | Path, dumped: list[DumpedLayer]) -> None:
+    """Refuse layers that are missing, or that two modules claim."""
+    modules: dict[int, str] = {}
+    for each in dumped:
+        if modules.setdefault(each.layer, each.module) != each.module:
+            raise InputError(f"{path}: {modules[each.layer]} and {each.module} are both layer {each.layer}.")
+    numbers = sorted(modules)
     step = math.gcd(*(b - a for a, b in pairwise(numbers))) or 1
     if missing := {*range(numbers[0], numbers[-1], step)} - {*numbers}:
         raise InputError(f"{path} lacks layer {min(missing)} between {numbers[0]} and {numbers[-1]}.")
-    if any(each.first_query < 0 for each in read):
-        raise InputError(f"{path} has more queries than keys: are q and k swapped?")
-    return read
 
 
-def _by_head(rows: Any, heads: int, width: int) -> Tensor:
+def _by_head(name: str, rows: Any, heads: int, width: int) -> Tensor:
     """Return (tokens, heads · width), or the last token's (heads · width,), as (1, heads, tokens, width)."""
     rows = rows[None] if isinstance(rows, Tensor) and rows.ndim == 1 else rows
     if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != heads * width or not len(rows):
         got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"{heads} heads of width {width} need tensors (tokens, {heads * width}). Got {got}.")
-    return rows.view(1, len(rows), heads, width).transpose(1, 2)
+    if not rows.is_floating_point():
+        raise ValueError(f"{name}: queries and keys must be floating-point numbers. Got {type_name(rows)}.")
+    if not _is_stored(rows):
+        raise ValueError(f"{name}: a tensor of shape {tuple(rows.shape)} is larger than what the file holds.")
+    if not bool(rows.float().isfinite().all()):
+        raise ValueError(f"{name}: queries or keys are NaN or infinite.")
+    return rows.reshape(1, len(rows), heads, width).transpose(1, 2)
 
 
-def read_routed_experts(path: str | Path, layers: int | None = None, k: int | None = None) -> Tensor:
+def _is_stored(tensor: Tensor) -> bool:
+    """Return whether a tensor holds each of its numbers; an expanded one repeats few, and fills the memory."""
+    return (
+        tensor.layout == torch.strided and tensor.numel() <= tensor.untyped_storage().nbytes() // tensor.itemsize
+    )
+
+
+def read_routed_experts(
+    path: str | Path, layers: int | None = None, k: int | None = None, start: int = 0
+) -> Tensor:
     """Read which experts (or keys) an engine chose, (tokens, layers, k) int64, for ``semdiag selections``.
 
     vLLM (#28284): ``RequestOutput.outputs[0].routed_experts`` in an .npz or .safetensors. SGLang (#12162):
     ``meta_info["routed_experts"]`` or ``["indexer_topk"]`` of a response (.json), base64 of int32; name ``layers``
-    and ``k``. Megatron: ``RouterReplay.get_recorded_data()``, a list by layer of (tokens, k), in a .pt.
+    and ``k``, and the request's ``routed_experts_start_len`` as ``start``. Megatron:
+    ``RouterReplay.get_recorded_data()``, a list by layer of (tokens, k), in a .pt.
     """
     path = Path(path)
     if path.suffix == ".json":
-        return _from_base64(path, layers, k)
-    content = read_plain(path) if path.suffix == ".pt" else read_arrays(path, ["routed_experts"])
-    content = content.get("routed_experts") if isinstance(content, Mapping) else content
-    if isinstance(content, list | tuple):
-        if empty := [at for at, each in enumerate(content) if not isinstance(each, Tensor)]:
-            raise InputError(f"{path}: layer {empty[0]} was not recorded.")
-        if len({each.shape for each in content}) != 1:
-            raise InputError(f"{path}: its layers differ in size, or there are none.")
-        content = torch.stack(list(content), 1)
-    if not isinstance(content, Tensor) or content.ndim != 3 or content.is_floating_point():
-        raise InputError(f"{path} holds no routed_experts: whole numbers (tokens, layers, k).")
-    got = tuple(content.shape)
+        experts = _from_base64(path, layers, k, start)
+    else:
+        content = read_plain(path) if path.suffix == ".pt" else read_arrays(path, ["routed_experts"])
+        experts = _from_tensors(path, content.get("routed_experts") if isinstance(content, Mapping) else content)
+    got = tuple(experts.shape)
     if layers not in (None, got[1]) or k not in (None, got[2]):
         raise InputError(f"{path} has the shape {got}, not (tokens, {layers}, {k}): are axes swapped?")
-    return content.long()
+    if experts.numel() and int(experts.min()) < -1:
+        raise InputError(f"{path} names the expert {int(experts.min())}; -1 stands for none, others count from 0.")
+    return experts
 
 
-def _from_base64(path: Path, layers: int | None, k: int | None) -> Tensor:
+def _from_tensors(path: Path, content: Any) -> Tensor:
+    """Return experts of a tensor, or of a list of tensors by layer."""
+    listed = list(content) if isinstance(content, list | tuple) else [content]
+    for layer, each in enumerate(listed):
+        if content is not each and each is None:
+            raise InputError(f"{path}: layer {layer} was not recorded.")
+        if (
+            not isinstance(each, Tensor)
+            or each.is_floating_point()
+            or each.is_complex()
+            or each.dtype == torch.bool
+        ):
+            raise InputError(f"{path} holds no routed_experts: whole numbers (tokens, layers, k).")
+        if not _is_stored(each):
+            raise InputError(f"{path}: a tensor of shape {tuple(each.shape)} is larger than what the file holds.")
+    if len({each.shape for each in listed}) != 1:
+        raise InputError(f"{path}: its layers differ in size, or there are none.")
+    experts = listed[0] if listed[0] is content else torch.stack(listed, 1)
+    if experts.ndim != 3:
+        raise InputError(f"{path} holds no routed_experts: whole numbers (tokens, layers, k).")
+    return experts.long()
+
+
+def _from_base64(path: Path, layers: int | None, k: int | None, start: int) -> Tensor:
+    """Return experts of a response, if they are as many as its tokens, and none is named twice in a row."""
     content = read_json(path)
-    content = content.get("meta_info", content) if isinstance(content, dict) else {}
-    text = next((content[name] for name in ("routed_experts", "indexer_topk") if name in content), None)
+    facts = content.get("meta_info", content) if isinstance(content, dict) else {}
+    facts = facts if isinstance(facts, dict) else {}
+    text = next((facts[name] for name in ("routed_experts", "indexer_topk") if name in facts), None)
     if not isinstance(text, str) or layers is None or k is None or min(layers, k) < 1:
         raise InputError(f"{path}: routed_experts are a text in base64, whose layers and k must be named.")
     try:
         numbers = np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int64)
-        return torch.from_numpy(numbers.reshape(-1, layers, k))
+        experts = torch.from_numpy(numbers.reshape(-1, layers, k))
     except ValueError:
         raise InputError(f"{path}: routed_experts are no int32 in base64, {layers} layers by {k}.") from None
+    counts = [facts.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    if all(type(count) is int for count in counts):
+        tokens = sum(count for count in counts if count is not None) - 1 - start  # the last one is not run
+        if len(experts) != tokens:
+            raise InputError(
+                f"{path}: {layers} layers by {k} make {len(experts):,} tokens, but the response has {tokens:,}. "
+                "Name its layers, k, and start (routed_experts_start_len)."
+            )
+    if _has_repeats(experts) or _are_swapped(experts):
+        raise InputError(f"{path}: {layers} layers by {k} do not fit its numbers. Are layers and k swapped?")
+    return experts
+
+
+def _has_repeats(rows: Tensor) -> bool:
+    flat = rows.flatten(0, -2)
+    return bool(((without_repeats(flat) != flat) & (flat >= 0)).any())
+
+
+_NEVER = 14.0  # e^-14 is below one in a million
+
+
+def _are_swapped(experts: Tensor) -> bool:
+    """Return whether rows of ``layers`` numbers repeat none either, which those of several layers hardly would.
+
+    Of n experts chosen alike often, two of different rows are the same with probability 1/n: p such pairs are all
+    different with probability about e^(-p/n).
+    """
+    tokens, layers, k = experts.shape
+    if layers <= k or _has_repeats(experts.reshape(tokens, k, layers)):
+        return False
+    row = torch.arange(layers * k).div(k, rounding_mode="floor").view(k, layers)
+    pairs = int((row[:, :, None] != row[:, None, :]).sum()) // 2
+    complete = int((experts >= 0).all(-1).all(-1).sum())  # tokens
+    return pairs * complete > _NEVER * (int(experts.max()) + 1)

@@ -75,6 +75,19 @@ def turned():
     return dump
 
 
+def with_rows(change):
+    dump = hook_dump()
+    entry = dump["qk_cache"]["model.layers.0.self_attn.attn"]
+    entry["q"] = [change(rows) for rows in entry["q"]]
+    return dump
+
+
+def twice():
+    dump = hook_dump()
+    dump["qk_cache"]["model.layers.2.self_attn.attn"]["layer_num"] = 1
+    return dump
+
+
 class Code:
     def __reduce__(self):
         return os.system, ("touch harm",)
@@ -92,6 +105,15 @@ class Code:
         (hook_dump(config=CONFIG | {"head_dim": 0}), "ZeroDivisionError"),
         (hook_dump(config=CONFIG | {"attention_multiplier": math.nan}), "holds no layer"),
         ([1, 2], "no dump of vLLM-Hook"),
+        (hook_dump(config=CONFIG | {"head_dim": math.inf}), "OverflowError"),
+        (
+            with_rows(lambda rows: rows.masked_fill(rows > 1, math.nan)),
+            "layers.0.self_attn.attn: .* NaN or infinite",
+        ),
+        (with_rows(lambda rows: rows.long()), "floating-point numbers. Got int64"),
+        (with_rows(lambda rows: rows.to(torch.complex64)), "floating-point numbers. Got complex64"),
+        (with_rows(lambda rows: rows[:1].expand(10**11, -1)), "larger than what the file holds"),
+        (twice(), "layers.1.self_attn.attn and model.layers.2.self_attn.attn are both layer 1"),
         (Code(), "refused"),
     ],
 )
@@ -124,6 +146,10 @@ def test_routed_experts_of_three_engines_are_the_same(tmp_path):
         ([], "there are none"),
         (EXPERTS.transpose(0, 1).contiguous(), r"shape \(3, 4, 2\), not \(tokens, 3, 2\): are axes swapped"),
         (EXPERTS.float(), "whole numbers"),
+        (EXPERTS.to(torch.complex64), "whole numbers"),
+        (EXPERTS > 3, "whole numbers"),
+        (EXPERTS[:1].expand(10**12, -1, -1), "larger than what the file holds"),
+        (EXPERTS - 7, "names the expert -7"),
     ],
 )
 def test_other_experts_are_refused(tmp_path, content, said):
@@ -140,3 +166,45 @@ def test_other_responses_are_refused(tmp_path, text, layers, said):
     (tmp_path / "a.json").write_text(json.dumps({"meta_info": {"routed_experts": text}}))
     with pytest.raises(InputError, match=said):
         read_routed_experts(tmp_path / "a.json", layers, 2)
+
+
+def response(path, experts, layers, k, **meta):
+    """Read a response of SGLang."""
+    text = base64.b64encode(experts.to(torch.int32).numpy().tobytes()).decode()
+    path.write_text(json.dumps({"meta_info": {"routed_experts": text, **meta}}))
+    return read_routed_experts(path, layers, k, **({"start": meta["start"]} if "start" in meta else {}))
+
+
+def chosen_experts(tokens, layers, k, n):
+    draw = torch.Generator().manual_seed(0)
+    return torch.rand(tokens, layers, n, generator=draw).argsort(-1)[..., :k]
+
+
+def test_a_response_has_as_many_rows_as_tokens_that_were_run(tmp_path):
+    experts = chosen_experts(12, 6, 4, 16)
+    counts = {"prompt_tokens": 8, "completion_tokens": 5}  # the last token is not run
+    assert torch.equal(response(tmp_path / "a.json", experts, 6, 4, **counts), experts)
+    assert len(response(tmp_path / "a.json", experts[3:], 6, 4, **counts, start=3)) == 9
+    for layers, k in ((3, 4), (12, 4), (6, 2), (2, 4)):
+        with pytest.raises(InputError, match="but the response has 12"):
+            response(tmp_path / "a.json", experts, layers, k, **counts)
+
+
+@pytest.mark.parametrize(("layers", "k", "n"), [(6, 4, 16), (58, 8, 256), (8, 64, 512), (48, 8, 128)])
+def test_layers_and_k_that_are_swapped_are_refused(tmp_path, layers, k, n):
+    experts = chosen_experts(40, layers, k, n)
+    assert torch.equal(response(tmp_path / "a.json", experts, layers, k), experts)
+    with pytest.raises(InputError, match="Are layers and k swapped"):
+        response(tmp_path / "a.json", experts, k, layers)
+
+
+def test_few_rows_without_repeats_are_no_proof_of_a_swap(tmp_path):
+    experts = torch.arange(24).view(4, 3, 2)
+    assert torch.equal(response(tmp_path / "a.json", experts, 3, 2), experts)
+
+
+@pytest.mark.parametrize("content", [{"meta_info": 5}, {"meta_info": None}, [], 5, {"meta_info": [1]}])
+def test_responses_of_other_forms_are_refused(tmp_path, content):
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="base64"):
+        read_routed_experts(tmp_path / "a.json", 3, 2)

@@ -97,7 +97,8 @@ def _described(rows: pd.DataFrame, interval: bool = False) -> dict[str, Any]:
 
 def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
     each = rows.groupby("sample")[[sums, counts]].sum().to_numpy(np.float64)
-    return sum_ratio_interval(each[:, 0], each[:, 1], share=sums == "total_variation").if_varied()
+    interval = sum_ratio_interval(each[:, 0], each[:, 1], share=sums == "total_variation").if_varied()
+    return Interval(interval.estimate, max(interval.low, 0.0), interval.high)  # neither quantity is negative
 
 
 _ROUNDING, _NAMED = 1e-5, 5

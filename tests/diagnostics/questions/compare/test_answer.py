@@ -92,6 +92,15 @@ def test_outputs_are_means_over_predictions_and_targets(found):
     assert np.isnan([row["low"], row["high"]]).all()  # the samples are all alike
 
 
+def test_no_interval_of_a_divergence_lies_below_0(model):
+    found = made(model, "b.pt")
+    outputs = found.compared_outputs.assign(divergence=[5.0, 0, 0, 0, 0, 0])
+    (row,) = Findings(found.replace(compared_outputs=outputs))(answer_table).to_dict("records")
+    assert row["divergence"] == pytest.approx(5 / 30)
+    assert row["low"] == 0.0
+    assert row["high"] > row["divergence"]
+
+
 def test_the_sentences_and_the_summary_say_the_numbers(found):
     summary = registry.QUESTIONS["compare"].json(found)
     assert (summary["schema"], summary["top"]) == ("semdiag.compare/2", 8)
