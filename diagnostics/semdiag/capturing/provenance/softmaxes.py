@@ -174,13 +174,13 @@ def product_factors(name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tens
     if name == "einsum":
         return _einsum(args)
     alpha, added = 1.0, None
-    if name == "baddbmm":
-        added, *args_left = args
-        args, alpha = tuple(args_left), float(kwargs.get("alpha", 1))
-        beta = kwargs.get("beta", 1)
-        added = None if beta == 0 else added * beta
     named = [kwargs[key] for key in ("input", "batch1", "other", "mat2", "batch2", "tensor2") if key in kwargs]
-    factors = [*args, *named][:2]
+    factors = [*args, *named]
+    if name == "baddbmm":
+        alpha, beta = float(kwargs.get("alpha", 1)), kwargs.get("beta", 1)
+        term = factors.pop(0)
+        added = None if beta == 0 else term * beta
+    factors = factors[:2]
     if len(factors) < 2 or not all(_usable(x) for x in factors):
         return None
     a, b = factors
@@ -311,35 +311,52 @@ class SoftmaxProvenance:
 def _changed(
     history: ScoreHistory, scores: Tensor, name: str, args: Args, kwargs: Kwargs, result: Tensor
 ) -> ScoreHistory:
-    second: Any = args[1] if len(args) > 1 else kwargs.get("other")
-    first, other = bool(args) and args[0] is scores, args[0] if second is scores else second
-    alike, dtype = kwargs.get("alpha", 1) == 1 and result.shape == scores.shape, result.dtype
+    is_method = bool(args) and args[0] is scores
+    arguments = dict(zip(_argument_names(name, is_method), args, strict=False)) | kwargs
+    first = arguments.get("input") is scores
+    dtype = result.dtype
+    other = arguments.get("other") if first else arguments.get("input")
+    if name not in _VIEWS:  # another operand may bring axes
+        if result.shape[-2:] != scores.shape[-2:]:
+            raise UntraceableError
+        history = replace(history, lead=result.shape[:-2])
+    unscaled = arguments.get("alpha", 1) == 1
     match name.rstrip("_"):
         case "mul" | "multiply":
             return history.times(other)
-        case "div" | "divide" | "true_divide" if first and kwargs.get("rounding_mode") is None:
+        case "div" | "divide" | "true_divide" if first and arguments.get("rounding_mode") is None:
             return history.times(1 / other)
-        case "add" if alike:
+        case "add" if unscaled:
             return history.plus(other, dtype)
-        case "sub" | "subtract" if first and alike:
+        case "sub" | "subtract" if first and unscaled:
             return history.plus(-1.0 * other, dtype)
-        case "masked_fill" if first and alike:
-            given = dict(zip(("input", "mask", "value"), args, strict=False)) | kwargs
-            return history.filled(given["value"], dtype, ~given["mask"])
-        case "__setitem" if first:
+        case "masked_fill" if first:
+            return history.filled(arguments["value"], dtype, ~arguments["mask"].bool())
+        case "__setitem" if is_method:
             return history.filled(args[2], dtype)
-        case "where" if alike and len(args) == 3 and not first:
-            kept, one, two = args
-            return history.filled(two, dtype, kept) if one is scores else history.filled(one, dtype, ~kept)
+        case "where" if "other" in arguments:
+            kept = arguments["condition"].bool()
+            return history.filled(other, dtype, kept if first else ~kept)
         case "tanh":
             return history.bent()
         case "dropout" | "nan_to_num":
-            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-            if name == "nan_to_num" or not (given.get("training", True) and given.get("p", 0.5)):
+            if name == "nan_to_num" or not (arguments.get("training", True) and arguments.get("p", 0.5)):
                 return history
         case _ if name in _VIEWS:
             return history.viewed(result)
     raise UntraceableError
+
+
+def _argument_names(name: str, is_method: bool) -> tuple[str, ...]:
+    """Return the names of an operation's arguments; ``is_method``: the scores are the first."""
+    match name.rstrip("_"):
+        case "where":
+            return ("input", "condition", "other") if is_method else ("condition", "input", "other")
+        case "masked_fill":
+            return "input", "mask", "value"
+        case "dropout":
+            return "input", "p", "training"
+    return "input", "other"
 
 
 _PRODUCTS = ("matmul", "bmm", "__matmul__", "einsum", "baddbmm")
