@@ -20,7 +20,7 @@ from scipy import stats
 from t_intervals import UNKNOWN, t_interval
 
 from semdiag.measuring.findings.resampling import Interval
-from semdiag_models import InputError
+from semdiag_files import InputError
 from semdiag_models.sweep import SweepRun, read_sweep
 
 HERE = Path(__file__).parent

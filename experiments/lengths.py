@@ -23,7 +23,8 @@ from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
-from semdiag_models import Encoder, InputError, find_task
+from semdiag_files import InputError
+from semdiag_models import Encoder, find_task
 from semdiag_models.sweep import read_sweep
 from semdiag_models.tasks import padded_length
 

@@ -14,8 +14,7 @@ import pandas as pd
 
 from semdiag.commands.sweep_results import SCHEMA
 from semdiag.commands.sweep_results import read_history as history_of
-from semdiag_models import InputError
-from semdiag_models.reading import read_bytes, read_json
+from semdiag_files import InputError, read_bytes, read_json
 from semdiag_models.sweep import SweepRun
 
 RUNS, HISTORIES = "runs.parquet", "histories.parquet"  # tables of the records of a finished study

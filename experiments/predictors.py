@@ -38,7 +38,8 @@ from semdiag.questions.convergence.answer import arrivals, epochs_to
 from semdiag.questions.lipschitz.measure import plane_secants
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.stability.measure import SecantsPlan, local_stability, with_bounds
-from semdiag_models import InputError, ListOpsTrees
+from semdiag_files import InputError
+from semdiag_models import ListOpsTrees
 from semdiag_models.tasks import find_task, listops
 from semdiag_models.training import find_device, with_float64
 

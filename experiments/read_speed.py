@@ -24,7 +24,8 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.reach import shortcut
 from semdiag.measuring.training_runs import run_table
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 from semdiag_models.sweep import SweepRun, read_sweep
 from semdiag_models.tasks import find_task
 

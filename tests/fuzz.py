@@ -36,7 +36,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.reporting.gate import read_baseline
 from semdiag.selections.check import check_selection
 from semdiag.selections.files import read_selection
-from semdiag_models import InputError, reading
+from semdiag_files import InputError, files
 from semdiag_models.sweep import read_sweep
 from semdiag_models.tasks.text import read_lines
 
@@ -287,7 +287,7 @@ WAYS = {"in process": in_process, "reports": redrawn_reports, "command lines": b
 if __name__ == "__main__":
     place, way, seed, number = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
     torch.set_num_threads(1)
-    reading._memory = lambda: _SMALL
+    files._memory = lambda: _SMALL
     signal.signal(signal.SIGALRM, hang)
     begun = time.process_time()
     found = {

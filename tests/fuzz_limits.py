@@ -25,10 +25,11 @@ from hostile import files, values, words
 
 import semdiag.questions.in_python
 import semdiag.reporting.report  # noqa: F401 (so that forked processes need not import them)
+import semdiag_files.files
 from semdiag.capturing.loading import read_budget
 from semdiag.commands.main import main
 from semdiag.measuring.measurements import Measurements
-from semdiag_models import InputError, reading
+from semdiag_files import InputError
 
 SECONDS, BYTES = 60, 2**32
 _WAIT = 900  # seconds, of which other processes may take most
@@ -109,7 +110,7 @@ def fuzz(folder: Path, seed: int, numbers: range) -> dict[str, Counter[str]]:
 if __name__ == "__main__":
     place, seed, number, *first = Path(sys.argv[1]).resolve(), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
-    reading._memory = lambda: 4 * BYTES  # a file may declare a quarter of it
+    semdiag_files.files._memory = lambda: 4 * BYTES  # a file may declare a quarter of it
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     values.prepare(place)
     outcomes = fuzz(place, seed, range(sum(first), sum(first) + number))

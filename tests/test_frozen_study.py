@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from semdiag.commands.sweep_results import SCHEMA
-from semdiag_models import InputError
+from semdiag_files import InputError
 from semdiag_models.training import HISTORY_COLUMNS
 
 pytestmark = pytest.mark.slow  # of a finished study

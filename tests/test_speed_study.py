@@ -12,7 +12,7 @@ from predictors import candidates_at
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measure import Conditions
-from semdiag_models import InputError
+from semdiag_files import InputError
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweep import SweepRun, read_sweep
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from semdiag.questions.mask_stability import NoisePlan
     from semdiag.reporting.report import plot, report, summary
     from semdiag.selections.check import check_selection
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
 PROBE_SOURCES.append(lambda: import_module("semdiag.questions.registry").probes())
 
@@ -97,7 +97,7 @@ _HOME = {
     "plot": "semdiag.reporting.report",
     "report": "semdiag.reporting.report",
     "summary": "semdiag.reporting.report",
-    "InputError": "semdiag_models",
+    "InputError": "semdiag_files",
 }
 
 __all__ = [

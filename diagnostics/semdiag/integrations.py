@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from semdiag.measuring.calls.monitor import Monitor
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 try:
     from transformers import TrainerCallback

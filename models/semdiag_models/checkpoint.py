@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag_models.archive import check_archive, code_in, damaged, holding_code
+from semdiag_files import InputError, layers, open_file, refuse, require_memory, write_bytes
+from semdiag_files.archive import check_archive, code_in, damaged, holding_code
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import InputError, layers, open_file, refuse, require_memory, write_bytes
 
 FORMAT = "semdiag/1"
 

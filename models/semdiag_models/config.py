@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any, Self
 
-from semdiag_models.reading import InputError, refuse, unknown_name
+from semdiag_files import InputError, refuse, unknown_name
 
 # Largest size of any part of a model: a checkpoint's numbers are used before the model is built.
 LARGEST_SIZE = 100_000

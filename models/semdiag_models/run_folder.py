@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from semdiag_files import InputError, RunLock, read_bytes, refuse, write_csv
 from semdiag_models.attention import DRAWN
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
-from semdiag_models.reading import InputError, RunLock, read_bytes, refuse, write_csv
 from semdiag_models.training import DivergedError, Progress, Trainer, set_random_state, stackable, train_together
 
 

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from semdiag_models import reading
+from semdiag_files import InputError, counted, read_bytes, read_toml, refuse, unknown_name
+from semdiag_files.workers import TICK, Workers
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint
 from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type
-from semdiag_models.reading import InputError, refuse
 from semdiag_models.run_folder import open_run, run_name, train_seed_runs
 from semdiag_models.tasks import Task, Text, configure, find_task, listops, open_text, task_of
 from semdiag_models.training import DivergedError, Trainer, ended, find_device
-from semdiag_models.workers import TICK, Workers
 
 MOST_RUNS = 100_000  # largest number of runs of one file
 _MOST_PROBLEMS = 20  # largest number of problems that are told
@@ -67,13 +66,13 @@ def read_sweep(path: Path) -> list[SweepRun]:
         except InputError as error:
             problems[str(error)] = None
     told = " ".join([*problems][:_MOST_PROBLEMS])
-    refuse(bool(problems), f"{path} has {reading.counted(len(problems), 'problem')}; nothing was run. {told}")
+    refuse(bool(problems), f"{path} has {counted(len(problems), 'problem')}; nothing was run. {told}")
     return list(runs.values())
 
 
 def read_settings(path: Path) -> list[dict[str, Any]]:
     """Read a TOML file: the settings of every run; what a grid says replaces what the top says."""
-    content = reading.read_toml(path)
+    content = read_toml(path)
     grid = content.pop("grid", {})
     tables = grid if isinstance(grid, list) else [grid]
     whole = all(isinstance(table, dict) for table in tables)
@@ -104,7 +103,7 @@ def _combinations(table: dict[str, Any]) -> list[dict[str, Any]]:
 def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text]) -> SweepRun:
     for key, value in values.items():
         if key not in _FIELDS:
-            raise reading.unknown_name("key", key, _FIELDS)
+            raise unknown_name("key", key, _FIELDS)
         check_type(_FIELDS[key], value)
     refuse("task" not in values, 'A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
     name = values.pop("task")
@@ -273,6 +272,6 @@ def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
 def epochs_so_far(folder: Path) -> int:
     """Return the finished epochs of a run that may be training, from ``history.csv``."""
     try:
-        return reading.read_bytes(folder / "history.csv").count(b"\n") - 1
+        return read_bytes(folder / "history.csv").count(b"\n") - 1
     except InputError:
         return 0

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semdiag_files import InputError, RunLock, refuse, require_memory, unknown_name
 from semdiag_models.attention import ATTENTIONS
 from semdiag_models.checkpoint import Checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import InputError, RunLock, refuse, require_memory, unknown_name
 from semdiag_models.tasks import Split, draw_data, task_of
 
 HISTORY_COLUMNS = (

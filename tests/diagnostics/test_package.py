@@ -76,7 +76,7 @@ def test_modules_are_imported_by_statements_which_the_contracts_see():
 def test_no_files_import_each_other_in_a_circle():
     """A package's face aside, which may call on its own files: a question's command calls what measures."""
     grimp = pytest.importorskip("grimp")
-    for name in ("semdiag", "semdiag_models"):
+    for name in ("semdiag", "semdiag_files", "semdiag_models"):
         graph, inside = grimp.build_graph(name, exclude_type_checking_imports=True), {}
         for file in graph.modules:
             imported = graph.find_modules_directly_imported_by(file)

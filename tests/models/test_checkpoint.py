@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from semdiag_files import InputError
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, read_plain, sha256, write_checkpoint
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import InputError
 
 HEAD = "head.weight"
 

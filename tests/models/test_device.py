@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from semdiag_files import InputError
 from semdiag_models import training as device
-from semdiag_models.reading import InputError
 from semdiag_models.training import find_device, with_float64
 
 

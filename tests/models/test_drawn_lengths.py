@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
+from semdiag_files import InputError
 from semdiag_models.config import TrainingConfig
-from semdiag_models.reading import InputError
 from semdiag_models.tasks import draw_data, find_task
 
 TASK = find_task("even-pairs")

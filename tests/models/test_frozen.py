@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag_models import InputError, ModelConfig, TrainingConfig, find_task
+from semdiag_files import InputError
+from semdiag_models import ModelConfig, TrainingConfig, find_task
 from semdiag_models.checkpoint import read_checkpoint
 from semdiag_models.encoder import Encoder
 from semdiag_models.run_folder import open_run, train_run

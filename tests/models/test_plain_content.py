@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from semdiag_models import InputError
+from semdiag_files import InputError
 from semdiag_models.checkpoint import check_plain, read_plain
 
 

@@ -7,10 +7,9 @@ import zipfile
 import pytest
 import torch
 
-from semdiag_models import reading
+from semdiag_files import InputError, files
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, read_plain, write_checkpoint
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import InputError
 from semdiag_models.sweep import read_settings
 from semdiag_models.tasks.text import read_lines
 
@@ -23,7 +22,7 @@ def path(tmp_path, tiny_model, tiny_training):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
-@pytest.mark.parametrize("read", [read_checkpoint, read_settings, read_lines, reading.read_json])
+@pytest.mark.parametrize("read", [read_checkpoint, read_settings, read_lines, files.read_json])
 def test_pipes_and_devices_are_refused_at_once(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     for odd in (tmp_path / "pipe", type(tmp_path)("/dev/zero")):
@@ -37,15 +36,15 @@ def test_what_the_system_makes_up_is_no_file_of_the_users(tmp_path, target):
     """Some of it never ends, and looks like an empty regular file."""
     (tmp_path / "link").symlink_to(target)
     with pytest.raises(InputError, match=r"is no regular file|permission denied"):
-        reading.open_file(tmp_path / "link")
+        files.open_file(tmp_path / "link")
     (tmp_path / "empty").touch()
-    reading.open_file(tmp_path / "empty").close()
+    files.open_file(tmp_path / "empty").close()
 
 
 def test_a_file_that_is_too_large_is_refused_unread(tmp_path):
     with (tmp_path / "endless.toml").open("wb") as file:
         file.truncate(2**40)  # a hole: it takes no place on the disk
-    for read in (read_settings, read_lines, read_checkpoint, reading.read_json):
+    for read in (read_settings, read_lines, read_checkpoint, files.read_json):
         with pytest.raises(InputError, match="has 1,099,511,627,776 bytes; files of its kind"):
             read(tmp_path / "endless.toml")
 
@@ -56,7 +55,7 @@ def test_memory_that_is_not_there_is_not_asked_for(path, monkeypatch):
     content["config"]["model"]["length"] = 60_000
     torch.save(content, path)
     assert read_checkpoint(path).model.length == 60_000
-    monkeypatch.setattr(reading, "_memory", lambda: 2**24)
+    monkeypatch.setattr(files, "_memory", lambda: 2**24)
     with pytest.raises(
         InputError, match=r"declares a model that would take .* GiB of memory, more than a quarter"
     ):
@@ -150,8 +149,8 @@ def test_a_number_beyond_what_floating_point_holds_is_refused(tmp_path, text, di
     path = tmp_path / "record.json"
     path.write_text(text % ("9" * digits))
     with pytest.raises(InputError, match="cannot be read as JSON"):
-        reading.read_json(path)
+        files.read_json(path)
     table = tmp_path / "plan.toml"
     table.write_text("a = " + "9" * digits)
     with pytest.raises(InputError, match="cannot be read"):
-        reading.read_toml(table)
+        files.read_toml(table)

@@ -4,10 +4,10 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from semdiag_files import InputError
 from semdiag_models import run_folder as module
 from semdiag_models import training
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
-from semdiag_models.reading import InputError
 from semdiag_models.run_folder import open_run, processor, run_name, train_run
 from semdiag_models.training import DivergedError
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from semdiag_files import InputError
 from semdiag_models.checkpoint import read_checkpoint
-from semdiag_models.reading import InputError
 from semdiag_models.run_folder import open_run, open_seed_runs, train_run, train_seed_runs
 
 CPU = torch.device("cpu")

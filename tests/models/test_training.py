@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from semdiag_files import InputError
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
 from semdiag_models.encoder import Encoder
-from semdiag_models.reading import InputError
 from semdiag_models.tasks import draw_data
 from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Steps, Trainer, stackable, train_together
 

@@ -24,7 +24,8 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
-from semdiag_models import AttentionCore, Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import AttentionCore, Encoder
 
 # Those of the hooks come last: by them the numbers are found again after an interrupt.
 _TABLES = ("pre_hooks_with_kwargs", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "hooks")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 _NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|time|step")
 

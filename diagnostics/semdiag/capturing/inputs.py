@@ -19,9 +19,8 @@ from semdiag.capturing import batches
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.pretrained import check_files, find_folder, first_line, silent, transformers_for
-from semdiag_models import InputError
+from semdiag_files import InputError, check_packed, counted, open_file, require_memory
 from semdiag_models.checkpoint import read_plain
-from semdiag_models.reading import check_packed, counted, open_file, require_memory
 from semdiag_models.tasks.text import read_lines
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")

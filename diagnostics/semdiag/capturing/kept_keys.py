@@ -12,7 +12,7 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import Reach, Strip, counted, narrowed, told
 from semdiag.capturing.rules import Keep, RandomK, Rule, SameAs, SkipTiles, TopK, TopP
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate, TileSums, block_scores
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 _AT_ONCE = 2**19  # scores held at a time on a CPU, where they stay near the processor
 _BAND = 64, 256  # least and most queries of a strip that looks at a band of keys

@@ -20,9 +20,9 @@ from semdiag.capturing.attention_call import EXTERNAL_SOURCES
 from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.capturing.recording import replaced
 from semdiag.capturing.rules import TopK
-from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, weights_sha256
+from semdiag_files import LARGEST_TEXT, InputError, read_bytes, read_json, require_memory, unknown_name
+from semdiag_models import Encoder, Text, TrainingConfig, draw_data, find_task, weights_sha256
 from semdiag_models.checkpoint import FORMAT, checkpoint_of, is_checkpoint, read_hashed
-from semdiag_models.reading import LARGEST_TEXT, read_bytes, read_json, require_memory, unknown_name
 
 Place = tuple[int, str]  # id of a module, and name of its parameter
 

@@ -19,7 +19,7 @@ from semdiag.capturing.kept_keys import Choice, Table, heaviest
 from semdiag.capturing.recording import Attended, Inputs, outside_all_modes, without_modes
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 def why_dense(call: AttentionCall) -> str | None:

@@ -16,7 +16,7 @@ from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.audit import Audit, Remark, failure
 from semdiag.capturing.batches import TokenMasks, readings, takes_masks, token_masks
 from semdiag.capturing.recording import undone
-from semdiag_models.reading import counted
+from semdiag_files import counted
 
 
 def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:

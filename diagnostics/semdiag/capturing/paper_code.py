@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag_models import Encoder, InputError, ModelConfig, find_task
+from semdiag_files import InputError
+from semdiag_models import Encoder, ModelConfig, find_task
 from semdiag_models.checkpoint import check_shapes
 
 _BLOCK = "encoder.transformer.{}."

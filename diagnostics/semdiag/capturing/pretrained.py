@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from semdiag_models import InputError
-from semdiag_models.reading import counted, open_file, read_json
+from semdiag_files import InputError, counted, open_file, read_json
 
 _LARGEST_HEADER = 16 * 2**20  # bytes, enough for 100,000 tensors
 _FACTOR, _MORE = 3, 10**7  # allowance for tied weights, which count twice, and for heads and poolers

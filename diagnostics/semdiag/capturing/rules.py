@@ -7,8 +7,7 @@ from typing import Any, Literal
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate
-from semdiag_models import InputError
-from semdiag_models.reading import unknown_name
+from semdiag_files import InputError, unknown_name
 
 BLOCK_SCORES = "weight", "best", "mean"
 SHARING = "head", "group", "layer"

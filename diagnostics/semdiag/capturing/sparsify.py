@@ -27,7 +27,7 @@ from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_bac
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
 from semdiag.capturing.recording import Attended, Inputs, is_followed, outside_all_modes, undone
 from semdiag.capturing.rules import Keep, RandomK, SkipTiles, TopK, TopP, Window, check_keep, rule_for
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 _ELSEWHERE = "the forward pass runs it in another thread, where no mask can reach it"
 __all__ = ["Keep", "Masked", "RandomK", "TopK", "TopP", "Window", "sparsify"]

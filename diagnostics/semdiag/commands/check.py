@@ -49,8 +49,7 @@ def _check(
     from semdiag.commands.printing import conclusion, print_check
     from semdiag.questions.mask_stability import NoisePlan
     from semdiag.reporting.gate import PROBED, junit_xml, parse_rule, read_baseline, verify
-    from semdiag_models import InputError
-    from semdiag_models.reading import write_text
+    from semdiag_files import InputError, write_text
 
     if junit is not None and junit.is_dir():
         raise InputError(f"{junit} is a folder. Name a file with --junit FILE.")
@@ -97,8 +96,8 @@ def list_names(
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from semdiag_files import unknown_name
     from semdiag_models import ATTENTIONS, TASKS, Text
-    from semdiag_models.reading import unknown_name
 
     tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", title="Tasks", box=SIMPLE_HEAD)
     tasks.caption_justify = "left"
@@ -244,7 +243,7 @@ def monitor(
     """
     from semdiag.measuring.calls.monitor_alarms import extremes_of, read_heads
     from semdiag.presenting.drawing.panels import monitored_run
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     heads = read_heads(file)
     if out is not None:

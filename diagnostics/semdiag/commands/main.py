@@ -65,7 +65,7 @@ def _report(
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.tables import say_sentences
     from semdiag.reporting.report import kept_page, one_text_page, write_report
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     values = shared.values
     formats = figure_formats(values["figures"])
@@ -291,7 +291,7 @@ def main() -> None:
         _refuse(f"{error.filename or 'A file'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:
         # Looked up, not imported: importing the package would import torch, and make --help slow.
-        errors = sys.modules.get("semdiag_models.reading")
+        errors = sys.modules.get("semdiag_files.errors")
         if errors is not None and isinstance(error, errors.InputError):
             _refuse(str(error))
         if "device-side assert" in str(error):  # CUDA tells of an index later, wherever that may be, and not which

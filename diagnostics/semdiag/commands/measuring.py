@@ -35,7 +35,7 @@ def command_line() -> str:
 
 def figure_formats(text: str) -> tuple[str, ...]:
     """Read ``"png,svg"``; ``"none"`` gives none."""
-    from semdiag_models.reading import unknown_name
+    from semdiag_files import unknown_name
 
     formats = tuple(part.strip() for part in text.split(",") if part.strip() and part.strip() != "none")
     for name in formats:
@@ -46,8 +46,7 @@ def figure_formats(text: str) -> tuple[str, ...]:
 
 def read_config(path: Path | None) -> dict[str, Any] | None:
     """Read the configuration of a checkpoint of the paper's code."""
-    from semdiag_models import InputError
-    from semdiag_models.reading import read_json
+    from semdiag_files import InputError, read_json
 
     if path is None:
         return None
@@ -62,7 +61,7 @@ def read_config(path: Path | None) -> dict[str, Any] | None:
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:
     from semdiag.capturing.loading import find_checkpoints
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     reference = find_checkpoints([against])
     if len(reference) != 1:
@@ -75,7 +74,7 @@ def _with_reference(paths: list[Path], against: Path) -> list[Path]:
 
 def check_per_query(path: Path | None) -> None:
     """Refuse a name for :func:`write_per_query` before anything is measured."""
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     if path is not None and path.suffix != ".parquet":
         raise InputError(f"--per-query takes a file name that ends in .parquet. Got {path}.")
@@ -85,7 +84,7 @@ def check_per_query(path: Path | None) -> None:
 
 def write_per_query(path: Path, measurements: "Measurements") -> None:
     """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it."""
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     tables = {path: measurements.queries, path.with_suffix(".load.parquet"): measurements.loads}
     temporary = {target: target.with_name(f".{target.name}.tmp") for target in tables}
@@ -149,7 +148,7 @@ class Asked:
         from semdiag.presenting.progress import Stages
         from semdiag.presenting.terminal import tell
         from semdiag.reporting.page import diverged_sentences
-        from semdiag_models import InputError
+        from semdiag_files import InputError
 
         quiet, typed = self.values["quiet"], self.typed
         jobs, ray = self.values.get("jobs"), self.values.get("ray", "")
@@ -241,7 +240,7 @@ class Asked:
 def refuse_failed(findings: "Findings", without: str) -> None:
     """End with an error if a run with masks failed, once everything else was delivered."""
     from semdiag.questions.k_sweep.changes import failure_sentences
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     if failures := failure_sentences(findings):
         raise InputError(f"{' '.join(failures)} All else was measured; without these runs: {without}.")
@@ -310,8 +309,7 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
     """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
     from semdiag.presenting.answer import file_safe
     from semdiag.presenting.terminal import tell
-    from semdiag_models import InputError
-    from semdiag_models.reading import read_json
+    from semdiag_files import InputError, read_json
 
     models = [str(model) for model in measurements.models["model"]]
     name = file_safe(models[0]) if len(models) == 1 else f"{len(models)}-models"
@@ -340,8 +338,8 @@ _MANY = 4  # checkpoints that are worth the start of other processes
 
 def _several_cores(device: str) -> bool:
     """Return whether models are measured on a CPU with more than one core."""
+    from semdiag_files.workers import cores
     from semdiag_models.training import find_device
-    from semdiag_models.workers import cores
 
     return find_device(device).type == "cpu" and cores() > 1
 
@@ -349,8 +347,8 @@ def _several_cores(device: str) -> bool:
 def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements]":
     """Return a function that measures models in other processes, by default in as many as there is room for."""
     from semdiag.measuring.survey import one_thread, run_in_parallel, run_order, survey
+    from semdiag_files.workers import LocalWorkers, RayWorkers
     from semdiag_models.training import find_device
-    from semdiag_models.workers import LocalWorkers, RayWorkers
 
     def run(
         loaded: "list[LoadedModel]",

@@ -12,11 +12,11 @@ from semdiag.commands.measuring import command_line
 from semdiag.commands.sweep_results import RunResult, result, write_results
 from semdiag.presenting import options
 from semdiag.presenting.terminal import beside_json, tell
-from semdiag_models.reading import InputError, RunLock
+from semdiag_files import InputError, RunLock
 
 if TYPE_CHECKING:
+    from semdiag_files.workers import Workers
     from semdiag_models.sweep import Outcome, SweepRun
-    from semdiag_models.workers import Workers
 
 
 def sweep(
@@ -107,11 +107,11 @@ def _workers(
     from semdiag_models.sweep import train_order
 
     if ray:
-        from semdiag_models.workers import RayWorkers
+        from semdiag_files.workers import RayWorkers
 
         return RayWorkers(ray, gpus_per_run, jobs, train_order)
+    from semdiag_files.workers import LocalWorkers
     from semdiag_models.training import find_device, training_memory
-    from semdiag_models.workers import LocalWorkers
 
     on_cpu = find_device(device).type == "cpu"
     sizes = [sum(training_memory(run.model, run.training, on_cpu) for run in group) for group in groups]

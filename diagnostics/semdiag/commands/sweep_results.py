@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semdiag_models.reading import InputError, read_json, refuse, write_csv, write_text
+from semdiag_files import InputError, read_json, refuse, write_csv, write_text
 
 if TYPE_CHECKING:
     from semdiag_models import Checkpoint

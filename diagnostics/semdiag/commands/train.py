@@ -147,7 +147,8 @@ def text_task(
     quiet: bool,
 ) -> "Text":
     """Read the text and learn its pieces, which takes about a second per megabyte."""
-    from semdiag_models import InputError, Text, open_text
+    from semdiag_files import InputError
+    from semdiag_models import Text, open_text
 
     if file is None:
         raise InputError("The task text needs a file to learn from: semdiag train text --text FILE.")
@@ -232,7 +233,8 @@ def train(
     """
     import torch
 
-    from semdiag_models import InputError, Text, configure, find_task, open_run, open_seed_runs, run_name
+    from semdiag_files import InputError
+    from semdiag_models import Text, configure, find_task, open_run, open_seed_runs, run_name
     from semdiag_models.training import find_device
 
     if resume and overwrite:
@@ -271,7 +273,8 @@ def train(
 
 
 def _train(folders: "dict[Trainer, Path]", several: bool, provenance: dict[str, Any], quiet: bool) -> None:
-    from semdiag_models import DivergedError, InputError, train_seed_runs
+    from semdiag_files import InputError
+    from semdiag_models import DivergedError, train_seed_runs
 
     first, *_ = folders
     if not quiet and (text := first.training.text) is not None:

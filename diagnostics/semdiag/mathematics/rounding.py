@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.mask_stability import TopSet
-from semdiag_models.reading import unknown_name
+from semdiag_files import unknown_name
 
 
 @dataclass(frozen=True)

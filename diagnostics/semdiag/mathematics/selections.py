@@ -7,7 +7,7 @@ from torch import Tensor
 
 from semdiag.mathematics.rounding import NumberFormat, may_swap, rounded
 from semdiag.mathematics.score_strips import as_mask
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 @dataclass(frozen=True)

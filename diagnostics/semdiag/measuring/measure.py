@@ -32,7 +32,8 @@ from semdiag.measuring.reach import cannot_represent
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS, typed
 from semdiag.measuring.training_runs import setting_in_words
 from semdiag.measuring.words import counted
-from semdiag_models import TASKS, Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import TASKS, Encoder
 from semdiag_models.training import find_device
 
 

@@ -12,8 +12,8 @@ from semdiag.measuring.percentiles import percentile_rows
 from semdiag.measuring.probe import EVERYWHERE, optional_tables
 from semdiag.measuring.table import CORE, DEFAULTS, TABLES, read_parquet, rows_of
 from semdiag.measuring.words import counted
-from semdiag_models import InputError, sha256
-from semdiag_models.reading import MEBIBYTE, read_bytes, read_json
+from semdiag_files import MEBIBYTE, InputError, read_bytes, read_json
+from semdiag_models import sha256
 
 SUMS = "SHA256SUMS"
 

@@ -25,7 +25,8 @@ from semdiag.mathematics.paper_stability import truncations
 from semdiag.mathematics.score_strips import Scores
 from semdiag.measuring.calls.counted_rows import CountedRows
 from semdiag.measuring.training_runs import TokenTables, token_ids
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy
 _NAMES = ("labels", "label", "targets", "target")

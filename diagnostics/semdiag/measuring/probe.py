@@ -18,7 +18,7 @@ from semdiag.measuring import PROBE_SOURCES
 from semdiag.measuring.row_sample import SKETCHES
 from semdiag.measuring.table import CALLS, HEADS, REMARKS, SKIPPED, Table
 from semdiag.measuring.training_runs import RUNS
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 P = TypeVar("P")
 

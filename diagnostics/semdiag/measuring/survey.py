@@ -25,11 +25,12 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.probe import probes as all_probes
 from semdiag.measuring.table import REMARKS
 from semdiag.measuring.words import counted
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 from semdiag_models.training import find_device, with_float64
 
 if TYPE_CHECKING:
-    from semdiag_models.workers import Workers
+    from semdiag_files.workers import Workers
 
 
 Asked = tuple[Probe, Any, Any]  # a probe, its plan, and what it prepared
@@ -324,7 +325,7 @@ def run_in_parallel(
     orders: Sequence[tuple[str, Any]], workers: "Workers", ended: Callable[[str], None] = lambda path: None
 ) -> list[Any]:
     """Run several orders at once; the results do not depend on which worker runs which."""
-    from semdiag_models.workers import TICK
+    from semdiag_files.workers import TICK
 
     waiting, results = deque(enumerate(orders)), dict[int, Any]()
     running: dict[Any, tuple[int, str]] = {}

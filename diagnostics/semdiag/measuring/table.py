@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from semdiag_models import InputError
-from semdiag_models.reading import check_packed, csv_cell, from_csv_cell, open_file, require_memory
+from semdiag_files import InputError, check_packed, csv_cell, from_csv_cell, open_file, require_memory
 
 if TYPE_CHECKING:
     import pyarrow
@@ -236,7 +235,7 @@ _MOST_COLUMNS = 10_000
 
 
 def csv_text(table: pd.DataFrame, header: bool = True) -> str:
-    """Return a table as CSV text; see :func:`~semdiag_models.reading.csv_cell`."""
+    """Return a table as CSV text; see :func:`~semdiag_files.csv_cell`."""
     return _with_texts(table, csv_cell).to_csv(index=False, header=header, lineterminator="\n")
 
 

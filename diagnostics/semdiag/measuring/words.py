@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from semdiag_models.reading import counted as counted  # in words, too
+from semdiag_files import counted as counted  # in words, too
 
 FEWEST = 5  # fewest sequences or planes for an interval
 UNKNOWN = "–"

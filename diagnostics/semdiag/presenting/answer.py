@@ -18,7 +18,7 @@ from semdiag.measuring.words import counted, finite
 from semdiag.presenting.drawing.panels import factors
 from semdiag.presenting.drawing.style import Drawing
 from semdiag.presenting.tables import NumberTable, wide_console
-from semdiag_models.reading import visible
+from semdiag_files import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -192,7 +192,7 @@ class Shared:
 
 
 def _listed(text: str, read: Callable[[str], Any], usage: str) -> tuple[Any, ...]:
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     try:
         return tuple(read(part) for part in text.split(",") if part.strip())
@@ -207,7 +207,7 @@ def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
 
 def length_range(text: str | None) -> tuple[int | None, int | None]:
     """Read ``"40"`` or ``"5:20"``: the shortest length, if given, and the longest."""
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     if text is None:
         return None, None
@@ -228,7 +228,7 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
 
 def positive_numbers(text: str, option: str) -> tuple[float, ...]:
     """Read ``"0.001,0.01"``."""
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     usage = f"{option} takes positive numbers separated by commas, like 0.01,0.1"
     numbers = tuple(sorted(set(_listed(text, float, usage))))
@@ -249,7 +249,7 @@ def targets(text: str, option: str) -> tuple[tuple[str, float], ...]:
 
 def check_least(plan: object, **least: int) -> None:
     """Refuse fields of a plan that are below their least values."""
-    from semdiag_models.reading import InputError
+    from semdiag_files import InputError
 
     for name, number in least.items():
         if (value := getattr(plan, name)) < number:

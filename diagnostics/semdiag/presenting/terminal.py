@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def visible(text: str) -> str:
-    r"""Return a text with control characters escaped: :func:`semdiag_models.reading.visible`."""
+    r"""Return a text with control characters escaped: :func:`semdiag_files.visible`."""
     if text.replace("\n", "").isprintable():  # without control sequences; the other function would import torch
         return text
-    from semdiag_models.reading import visible
+    from semdiag_files import visible
 
     return visible(text)
 

@@ -23,7 +23,8 @@ from semdiag.questions.landscape import LandscapePlan
 from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
 from semdiag.questions.mask_stability import NoisePlan
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 Model = LoadedModel | nn.Module
 Batches = Batch | Iterable[Batch]

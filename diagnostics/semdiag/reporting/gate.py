@@ -30,8 +30,7 @@ from semdiag.measuring.percentiles import PERCENTILES, percentiles
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, number_from_json
 from semdiag.questions.dispersion.answer import GATED, GateResult, dispersion_gate, gate_results
-from semdiag_models import InputError
-from semdiag_models.reading import read_json, unknown_name
+from semdiag_files import InputError, read_json, unknown_name
 
 METRICS = {"dispersion": "queries", "separation": "queries", "load": "loads"}  # and the table of each
 FACTS = ("accuracy", "residual")  # one number per model, without percentiles

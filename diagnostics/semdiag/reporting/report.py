@@ -40,8 +40,7 @@ from semdiag.reporting.page import (
     short_text_sentences,
     weights_sentences,
 )
-from semdiag_models import InputError
-from semdiag_models.reading import RunLock, open_file, read_json, unknown_name, visible_json
+from semdiag_files import InputError, RunLock, open_file, read_json, unknown_name, visible_json
 
 
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:

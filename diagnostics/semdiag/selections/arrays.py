@@ -13,8 +13,7 @@ from torch import Tensor
 
 from semdiag.capturing.inputs import array_tensor, check_header, check_member
 from semdiag.capturing.pretrained import read_header
-from semdiag_models import InputError
-from semdiag_models.reading import check_packed, open_file, require_memory
+from semdiag_files import InputError, check_packed, open_file, require_memory
 
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

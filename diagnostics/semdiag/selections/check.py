@@ -21,7 +21,7 @@ from semdiag.mathematics.selections import (
 )
 from semdiag.measuring.words import counted
 from semdiag.selections.files import as_tensor, check_k, chosen_keys, flat_rows, float_scores, whole_numbers
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 _MOST = 2**62  # keys: no memory holds an index of more
 _CLASS = pd.CategoricalDtype(list(GRAVITY), ordered=True)

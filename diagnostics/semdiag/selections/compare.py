@@ -27,7 +27,7 @@ from semdiag.selections.files import (
     type_name,
     whole_numbers,
 )
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 _OTHER_TOKENS = "Are they of another tokenisation, or is one of them padded? Then give its lengths. "
 SAME, NUMERIC, BUG, UNEXPLAINED = "same", "numeric", "bug", "unexplained"

@@ -15,9 +15,8 @@ from torch import Tensor
 from semdiag.mathematics.selections import without_repeats
 from semdiag.selections.arrays import read_arrays
 from semdiag.selections.files import type_name
-from semdiag_models import InputError
+from semdiag_files import InputError, read_json
 from semdiag_models.checkpoint import read_plain
-from semdiag_models.reading import read_json
 
 
 class DumpedLayer(NamedTuple):

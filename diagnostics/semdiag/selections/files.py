@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semdiag.mathematics.rounding import number_format
 from semdiag.selections.arrays import array_names, read_arrays
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 _NAMES = {
     "indices": ("indices", "routed_experts", "topk_indices", "topk_ids", "topk_idx", "selected_experts"),

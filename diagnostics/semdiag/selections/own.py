@@ -30,8 +30,7 @@ from semdiag.selections.capture import (
     tokens_of,
     watch_selections,
 )
-from semdiag_models import InputError
-from semdiag_models.reading import write_bytes
+from semdiag_files import InputError, write_bytes
 
 _KINDS = ("experts", "keys", "blocks")
 _LARGEST = 2**32  # bytes of a file

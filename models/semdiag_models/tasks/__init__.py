@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from semdiag_files import InputError, refuse, unknown_name
 from semdiag_models.attention import DRAWN
 from semdiag_models.config import ListOpsTrees, ModelConfig, Recipe, TrainingConfig
-from semdiag_models.reading import InputError, refuse, unknown_name
 from semdiag_models.tasks import sampling
 from semdiag_models.tasks.sampling import Samples
 from semdiag_models.tasks.text import Text, open_text, perplexity

@@ -5,8 +5,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
+from semdiag_files import refuse
 from semdiag_models.config import ListOpsTrees
-from semdiag_models.reading import refuse
 
 Samples = tuple[Tensor, Tensor]  # tokens (n, length) int64 and labels (n,) int64
 Integers = NDArray[np.int64]

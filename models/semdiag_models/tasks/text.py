@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from semdiag_files import LARGEST_TEXT, InputError, read_bytes, refuse, unknown_name
 from semdiag_models.config import Recipe, TextSource
-from semdiag_models.reading import LARGEST_TEXT, InputError, read_bytes, refuse, unknown_name
 from semdiag_models.tasks.sampling import Samples
 
 TOKENIZERS = "unigram", "bpe"  # the likeliest cut under a unigram model; merges of the commonest neighbours

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from semdiag.capturing.batches import whole_number
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3)])

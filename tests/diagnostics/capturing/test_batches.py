@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from semdiag.capturing.batches import call, moved, repeated, samples_of, split
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 class Named(nn.Module):

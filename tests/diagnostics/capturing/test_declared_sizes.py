@@ -7,7 +7,7 @@ import torch
 
 from semdiag.capturing import inputs as tokenising
 from semdiag.capturing import loading
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import save_file  # noqa: E402

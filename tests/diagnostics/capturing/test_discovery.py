@@ -3,7 +3,7 @@
 import pytest
 
 from semdiag.capturing.loading import find_checkpoints, refuse_other_kinds, without_other_files
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 def touch(folder, *names):

@@ -10,7 +10,7 @@ from torch import nn
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.provenance.softmaxes import NO_SOFTMAX
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 HEADS, LENGTH, WIDTH, K = 2, 9, 12, 3
 SEEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.recording import TRANSFORMED
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 HEADS, HEAD_WIDTH, LENGTH = 2, 8, 7
 WIDTH = HEADS * HEAD_WIDTH

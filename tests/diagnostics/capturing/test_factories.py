@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from semdiag import load
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 SOURCE = """
 import torch
 from semdiag_models import Encoder
 from semdiag_models import ModelConfig
-from semdiag_models import InputError
+from semdiag_files import InputError
 sizes = 3
 def build():
     return torch.nn.Linear(3, 3).train()

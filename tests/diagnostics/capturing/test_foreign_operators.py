@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.provenance.operations import is_foreign
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers")
 WIDTH, HEADS = 16, 4

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.provenance.operations import MAY_HIDE
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 BATCH, LENGTH, WIDTH = 2, 5, 4
 NEAR = {"rtol": 1e-12, "atol": 1e-12}

@@ -9,7 +9,7 @@ from residuals import recomputation_residual
 import semdiag
 from semdiag.capturing.adapters.hugging_face import _NO_PLACE
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from semdiag.capturing.loading import load
-from semdiag_models import Encoder, InputError, draw_data, read_checkpoint
+from semdiag_files import InputError
+from semdiag_models import Encoder, draw_data, read_checkpoint
 
 
 def test_a_run_folder_means_its_last_snapshot(tiny_runs):

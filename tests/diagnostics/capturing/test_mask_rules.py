@@ -11,7 +11,7 @@ import torch
 
 from semdiag import RandomK, TopK, TopP, sparsify
 from semdiag.questions.k_sweep.budgets import KINDS, check_kinds, masks_of, rule_of
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import AttentionMaskInterface, eager_mask  # noqa: E402

@@ -17,7 +17,7 @@ from semdiag.capturing.kept_keys import Choice, SharedChoices, all_kept
 from semdiag.capturing.masked_attention import flexible, in_strips, row_thresholds
 from semdiag.capturing.rules import RandomK, SkipTiles, TopK, TopP, Window
 from semdiag.capturing.sparsify import sparsify
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
 THRESHOLDS = [

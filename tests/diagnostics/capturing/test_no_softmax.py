@@ -10,7 +10,7 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.provenance.softmaxes import NO_SOFTMAX
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 LENGTH, WIDTH = 6, 4
 PAST = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

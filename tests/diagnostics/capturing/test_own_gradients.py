@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionMeta, once_differentiable
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 WIDTH = 8
 

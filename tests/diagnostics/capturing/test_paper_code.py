@@ -12,7 +12,8 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import load
 from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measuring.calls.collector import scored_rows
-from semdiag_models import Encoder, InputError, ModelConfig
+from semdiag_files import InputError
+from semdiag_models import Encoder, ModelConfig
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 NAME = (

@@ -13,7 +13,7 @@ from semdiag.capturing.inputs import read_batches
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.selections.arrays import read_arrays
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra test-hf")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "mat", "."]

@@ -15,7 +15,7 @@ from semdiag.capturing import recording as threads
 from semdiag.capturing.private_parts import PROBES, works
 from semdiag.capturing.provenance import operations as operation_plans
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 class Layer(nn.Module):

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.sparsify import RandomK, TopK, Window, sparsify
-from semdiag_models import Encoder, InputError, ModelConfig
+from semdiag_files import InputError
+from semdiag_models import Encoder, ModelConfig
 
 _spec = importlib.util.spec_from_file_location("support_rows", Path(__file__).with_name("test_support.py"))
 support = importlib.util.module_from_spec(_spec)

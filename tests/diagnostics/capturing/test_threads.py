@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.provenance.softmaxes import IN_THREADS
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 WIDTH = 8
 

@@ -13,7 +13,7 @@ from semdiag.capturing.masked_attention import in_strips
 from semdiag.capturing.rules import SameAs, SkipTiles, TopK
 from semdiag.capturing.sparsify import engine_rule, sparsify
 from semdiag.mathematics.block_estimates import ESTIMATES
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 HEADS, LENGTH = 4, 19
 KINDS = ["causal", "whole", "front", "behind", "windowed", "sinks"]

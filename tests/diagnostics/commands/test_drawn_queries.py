@@ -10,7 +10,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.corollary import pair_percentiles
 from semdiag.questions.dispersion.answer import dispersion_gate
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 FEW = ("--samples", 12, "--figures", "none")
 

@@ -21,7 +21,8 @@ from semdiag.commands.main import main
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.terminal import terminal, visible
 from semdiag.reporting.report import write_report
-from semdiag_models import InputError, weights_sha256
+from semdiag_files import InputError
+from semdiag_models import weights_sha256
 
 EVERY_CASE = bool(os.environ.get("SEMDIAG_EVERY_CASE"))
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from semdiag.capturing import pretrained
-from semdiag_models import checkpoint, reading
+from semdiag_files import files
+from semdiag_models import checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -58,7 +59,7 @@ def counts(monkeypatch):
     count(transformers.AutoTokenizer, "from_pretrained", "tokenizer", lambda given: given[0].name)
     count(pretrained, "check_sizes", "model", lambda given: given[0])
     count(pretrained, "_sha256", "hash", lambda given: given[0][0].parent.name)
-    count(reading.os, "open", "open", checkpoint_name)
+    count(files.os, "open", "open", checkpoint_name)
     count(checkpoint.torch, "load", "read", lambda given: "any")
     count(checkpoint.hashlib, "file_digest", "file hash", lambda given: "any")
     return found

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from semdiag.commands import main as module
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 COMMANDS = ["list", "train", "info", "dispersion", "separation", "report", "check"]
 _SPY = """
@@ -204,7 +204,7 @@ def test_an_index_that_a_gpu_refuses_is_no_fault_of_ours(program):
 
 
 def test_our_own_faults_are_told_before_anything_is_imported(program, monkeypatch):
-    monkeypatch.delitem(sys.modules, "semdiag_models.reading")
+    monkeypatch.delitem(sys.modules, "semdiag_files.errors")
     assert program(ValueError("a fault of ours")).code == 70
 
 

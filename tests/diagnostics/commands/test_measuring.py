@@ -16,7 +16,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.presenting.options import whole_numbers
 from semdiag.questions.registry import QUESTIONS
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 def test_the_command_line_can_be_typed_again(monkeypatch):

@@ -56,7 +56,7 @@ def test_by_default_many_checkpoints_with_more_than_statistics_get_a_process_a_c
         asked.append(limits)
         return lambda loaded, conditions, announce, after_batch: survey(loaded, conditions)
 
-    monkeypatch.setattr("semdiag_models.workers.cores", lambda: cores)
+    monkeypatch.setattr("semdiag_files.workers.cores", lambda: cores)
     monkeypatch.setattr("semdiag.commands.measuring.in_processes", in_processes)
     for number in range(checkpoints):
         shutil.copytree(tiny_runs.topk, here / f"run-{number}")
@@ -89,7 +89,7 @@ def test_a_report_is_the_same_to_the_last_byte(here, run_semdiag, tiny_runs, whe
 @pytest.mark.slow
 def test_the_masks_of_one_model_are_divided_and_not_a_byte_is_another(here, run_semdiag, tiny_runs, monkeypatch):
     """This process has one thread, as the others have."""
-    monkeypatch.setattr("semdiag_models.workers.cores", lambda: 3)  # fewer would be said, and cut --jobs
+    monkeypatch.setattr("semdiag_files.workers.cores", lambda: 3)  # fewer would be said, and cut --jobs
     words = "k-sweep", tiny_runs.full, "--samples", 20, "--rerun", "--kinds", "topk,window,random"
     written = []
     for out, more in (("one", []), ("two", ["--jobs", "2"]), ("three", ["--jobs", "3"])):

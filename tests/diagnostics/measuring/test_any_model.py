@@ -22,7 +22,8 @@ from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.stability.gains import spaced
 from semdiag.questions.stability.measure import SecantsPlan, measure_secants
-from semdiag_models import Encoder, InputError, ModelConfig
+from semdiag_files import InputError
+from semdiag_models import Encoder, ModelConfig
 
 LENGTH, HEADS, WIDTH, BLOCKS = 9, 2, 8, 2
 

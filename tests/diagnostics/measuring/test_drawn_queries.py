@@ -22,7 +22,8 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.row_sample import KeptRows
 from semdiag.questions.k_sweep.measure import KSweepPlan
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 PLACE = ["sample", "layer", "head", "query"]
 

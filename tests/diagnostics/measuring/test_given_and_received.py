@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import semdiag
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()
 HEAD = torch.tensor([1, 1, 0, 0, 0, 0]).bool()

@@ -14,7 +14,8 @@ from torch import nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measuring.measure import measure
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 PAD = 2
 KINDS = [("full", None, {}), ("topk", 3, {}), ("banded", 3, {}), ("block", 5, {}), ("bottomk", 3, {})]

@@ -19,7 +19,7 @@ from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure import LipschitzPlan
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.stability.measure import SecantsPlan
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from semdiag.measuring.survey import run_in_parallel, run_order, survey
 from semdiag.measuring.table import TABLES
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan
-from semdiag_models import InputError
-from semdiag_models.workers import LocalWorkers, cores
+from semdiag_files import InputError
+from semdiag_files.workers import LocalWorkers, cores
 
 CONDITIONS = Conditions(samples=6, batch_size=4, k=(2,), dtype="float64", plans=(NoisePlan(), OverlapPlan()))
 
@@ -102,7 +102,7 @@ def test_a_process_that_was_killed_is_told_with_its_model(tiny_runs):
 
 ORPHANS = """
 import sys, time
-from semdiag_models.workers import LocalWorkers, cores
+from semdiag_files.workers import LocalWorkers, cores
 workers = LocalWorkers(2, time.sleep)
 workers.submit(600)
 time.sleep(600)
@@ -151,8 +151,8 @@ def _works(pid):
     ],
 )
 def test_no_more_processes_than_cores_tasks_and_memory_allow(jobs, tasks, size, used, said, monkeypatch):
-    monkeypatch.setattr("semdiag_models.workers.cores", lambda: 8)
-    monkeypatch.setattr("semdiag_models.reading._memory", lambda: 16 * 2**30)
+    monkeypatch.setattr("semdiag_files.workers.cores", lambda: 8)
+    monkeypatch.setattr("semdiag_files.files._memory", lambda: 16 * 2**30)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert LocalWorkers(jobs, run_order, tasks, size).capacity == used

@@ -26,7 +26,7 @@ from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
 from semdiag.questions.overlap.measure import mask_overlap
 from semdiag.questions.retrieval import RetrievalPlan
 from semdiag.questions.stability.measure import SecantsPlan
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 CHEAP = {
     NoisePlan: NoisePlan((0.1,), draws=2, k=3),

@@ -13,7 +13,7 @@ from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.stability.measure import SecantsPlan
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 TABLES = ("models", "queries", "loads", "history", "non_finite")
 

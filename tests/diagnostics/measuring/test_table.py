@@ -11,7 +11,7 @@ import pytest
 
 from semdiag.measuring.table import Table, column_types, read_parquet
 from semdiag.selections.arrays import read_arrays
-from semdiag_models import InputError, reading
+from semdiag_files import InputError, files
 
 TABLE = Table(
     "things",
@@ -158,7 +158,7 @@ def test_a_text_that_a_file_repeats_is_counted_as_often_as_it_stands_there(tmp_p
     pd.DataFrame({"model": ["x" * 10_000] * 2000, "layer": [0] * 2000}).to_parquet(path, index=False)
     assert path.stat().st_size < 100_000
     assert len(read_parquet(path)) == 2000
-    monkeypatch.setattr(reading, "_memory", lambda: 4 * 19_999_999)
+    monkeypatch.setattr(files, "_memory", lambda: 4 * 19_999_999)
     with pytest.raises(InputError, match=r"models\.parquet, unpacked, would take"):
         read_parquet(path)
 

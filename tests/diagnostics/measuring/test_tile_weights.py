@@ -10,7 +10,7 @@ import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.kept_keys import Choice, all_kept
 from semdiag.capturing.rules import SkipTiles, TopK
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER, save_figure, stacked
 from semdiag.questions import registry
 from semdiag.questions.dispersion.answer import layer_ratios
-from semdiag_models import ATTENTIONS, InputError
+from semdiag_files import InputError
+from semdiag_models import ATTENTIONS
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

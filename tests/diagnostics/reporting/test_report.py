@@ -18,8 +18,7 @@ from semdiag.measuring.percentiles import PERCENTILES, percentile_rows, percenti
 from semdiag.questions import registry
 from semdiag.questions.heads import head_table
 from semdiag.reporting.report import write_report
-from semdiag_models import InputError
-from semdiag_models.reading import from_csv_cell, visible
+from semdiag_files import InputError, from_csv_cell, visible
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

@@ -7,8 +7,7 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.reporting import report as report_module
 from semdiag.reporting.report import check_folder, write_report
-from semdiag_models import InputError
-from semdiag_models.reading import RunLock
+from semdiag_files import InputError, RunLock
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from semdiag.selections.arrays import read_arrays
-from semdiag_models import InputError, reading
+from semdiag_files import InputError, files
 
 NAMES = ("indices", "scores")
 INDICES = [[[0, 1], [2, -1]], [[3, 4], [5, 6]]]
@@ -129,7 +129,7 @@ def test_hostile_archives_are_refused(tmp_path, monkeypatch, member, said):
 
 def test_an_archive_of_repetitions_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", indices=np.zeros((1000, 1000), np.int64))
-    monkeypatch.setattr(reading, "_memory", lambda: 10**6)
+    monkeypatch.setattr(files, "_memory", lambda: 10**6)
     with pytest.raises(InputError, match="unpacked"):
         read_arrays(tmp_path / "a.npz", NAMES)
 
@@ -172,7 +172,7 @@ import sys
 from pathlib import Path
 import pyarrow as pa, pyarrow.parquet as pq
 from semdiag.selections.arrays import read_arrays
-from semdiag_models import InputError
+from semdiag_files import InputError
 path = Path(sys.argv[1])
 pq.write_table(pa.table({"indices": [[1, 2], [2, 3]], "scores": [[0.5, 1.0, 2.0]] * 2}), path)
 good, read = path.read_bytes(), 0

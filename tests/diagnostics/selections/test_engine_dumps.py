@@ -11,7 +11,7 @@ import torch
 
 import semdiag
 from semdiag.selections.engine_dumps import read_queries_and_keys, read_routed_experts
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
 

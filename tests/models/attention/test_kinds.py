@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_keys import select_keys, vectors
 
-from semdiag_models import ATTENTIONS, AttentionKind, InputError
+from semdiag_files import InputError
+from semdiag_models import ATTENTIONS, AttentionKind
 from semdiag_models import attention as module
 from semdiag_models.attention import (
     DRAWN,

@@ -1,6 +1,6 @@
 import pytest
 
-from semdiag_models.reading import InputError
+from semdiag_files import InputError
 from semdiag_models.sweep import read_settings, read_sweep
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag_models import InputError, ListOpsTrees, ModelConfig, TrainingConfig, configure, find_task
+from semdiag_files import InputError
+from semdiag_models import ListOpsTrees, ModelConfig, TrainingConfig, configure, find_task
 from semdiag_models.sweep import identity, name_run, read_sweep
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"

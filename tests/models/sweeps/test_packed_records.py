@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from pack_records import HISTORIES, RUNS, pack, read_packed
 
-from semdiag_models.reading import InputError
+from semdiag_files import InputError
 
 SCHEMA = "semdiag.run/1"
 

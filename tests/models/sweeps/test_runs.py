@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from semdiag.commands.sweep_results import result
-from semdiag_models import InputError, read_checkpoint, write_checkpoint
+from semdiag_files import InputError
+from semdiag_models import read_checkpoint, write_checkpoint
 from semdiag_models.checkpoint import weights_sha256
 from semdiag_models.sweep import (
     Order,

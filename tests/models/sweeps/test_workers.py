@@ -7,9 +7,9 @@ import time
 import pytest
 
 from semdiag.commands.sweep_results import result
+from semdiag_files.workers import LocalWorkers, cores
 from semdiag_models import read_checkpoint
 from semdiag_models.sweep import Order, SweepRun, epochs_so_far, name_run, together, train_all, train_order
-from semdiag_models.workers import LocalWorkers, cores
 
 pytestmark = pytest.mark.slow
 

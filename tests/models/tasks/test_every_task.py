@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag_models.reading import InputError
+from semdiag_files import InputError
 from semdiag_models.tasks import TASKS, find_task
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_tasks.json").read_text())

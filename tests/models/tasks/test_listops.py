@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
+from semdiag_files import InputError
 from semdiag_models.config import ListOpsTrees
-from semdiag_models.reading import InputError
 from semdiag_models.tasks import TASKS, listops
 from semdiag_models.tasks.sampling import TreeWriter
 

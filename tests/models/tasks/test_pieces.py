@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from semdiag_models.reading import InputError
+from semdiag_files import InputError
 from semdiag_models.tasks.text import TOKENIZERS, encode, read_lines, train_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from semdiag_models.reading import InputError
+from semdiag_files import InputError
 from semdiag_models.tasks.text import read_lines, split_lines
 
 

@@ -36,7 +36,8 @@ from semdiag.measuring.calls.collector import (
 from semdiag.measuring.calls.counted_rows import Arrivals, Tensors, counted_rows, remark_path
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.words import counted
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 LARGEST_K = 32
 

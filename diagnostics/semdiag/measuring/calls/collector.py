@@ -27,7 +27,7 @@ from semdiag.measuring.calls.residual import residual_numbers
 from semdiag.measuring.row_sample import SKETCHES, KeptRows
 from semdiag.measuring.table import CALLS, HEADS, REMARKS, RESIDUALS, SKIPPED
 from semdiag.measuring.words import counted
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 @dataclass

@@ -33,7 +33,7 @@ from semdiag.measuring.calls.monitor_alarms import (
     summary_of,
     warn,
 )
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 class _Outputs:

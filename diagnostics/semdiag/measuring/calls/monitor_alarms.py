@@ -19,8 +19,7 @@ from semdiag.capturing.pretrained import first_line
 from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_columns, head_key, quantities_among
 from semdiag.measuring.table import csv_text, from_csv_text, read_parquet
 from semdiag.measuring.words import counted
-from semdiag_models import InputError
-from semdiag_models.reading import RunLock, open_file, visible
+from semdiag_files import InputError, RunLock, open_file, visible
 
 WARNING, SEVERE = "WARNING", "SEVERE"
 ABOVE, BELOW = "above", "below"

@@ -20,7 +20,7 @@ from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.mathematics.softmax_stability import local_stability_of_weight
 from semdiag.measuring.calls.counted_rows import CountedRows, Tensors, attended_keys, counted_rows
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 PATIENCE = timedelta(minutes=10)  # longest time that a look waits for the other ranks
 

@@ -20,7 +20,8 @@ from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import runs_masked
 from semdiag.measuring.calls.collector import NotAvailableError, counted_as, folded
 from semdiag.measuring.calls.counted_rows import remark_path
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 DRAWS = "its forward pass draws random numbers in evaluation mode"
 

@@ -17,7 +17,7 @@ from semdiag.capturing.rules import SkipTiles
 from semdiag.capturing.sparsify import engine_rule
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.table import Table
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 TILES = Table(
     "tiles",

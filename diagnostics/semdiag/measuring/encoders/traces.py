@@ -18,7 +18,8 @@ from semdiag.mathematics.bounds.network_bounds import score_gradient_sums
 from semdiag.mathematics.spectral_norms import log, log_root_sum_squares
 from semdiag.measuring.calls.collector import ScoredRows, scored_rows
 from semdiag.measuring.encoders.weights import block_weights
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 MLP_NORM_EPS = 1e-5  # eps of the normalisation before the MLP (pre-norm) or after it (post-norm)
 _SCORES = 2**22  # largest number of scores in one forward pass (or one sample's)

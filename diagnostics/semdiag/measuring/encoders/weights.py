@@ -11,7 +11,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from semdiag.mathematics import spectral_norms
 from semdiag.mathematics.censored import predicted_classes
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 # Names of tensors below "blocks.T.": their name among the bounds, and their group.
 _BLOCK_TENSORS = {

@@ -15,7 +15,7 @@ from semdiag.measuring.findings.findings import Findings, Place, Summary, broken
 from semdiag.measuring.percentiles import percentile_rows, percentiles
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 def counterfactual_ks(queries: pd.DataFrame) -> list[int]:

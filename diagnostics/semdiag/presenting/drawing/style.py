@@ -24,8 +24,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag_models import InputError
-from semdiag_models.reading import visible
+from semdiag_files import InputError, visible
 
 P = ParamSpec("P")
 R = TypeVar("R")

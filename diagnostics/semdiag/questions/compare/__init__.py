@@ -26,7 +26,7 @@ class ComparePlan:
     dtype: "torch.dtype | None" = None  # number format of the base; None: that of the model
 
     def __post_init__(self) -> None:
-        from semdiag_models.reading import InputError
+        from semdiag_files import InputError
 
         if self.top < 1:
             raise InputError(f"--top must be at least 1. Got {self.top}.")
@@ -58,7 +58,7 @@ def _ask(
 ) -> None:
     from semdiag.capturing.loading import find_checkpoints
     from semdiag.questions.compare.measure import compare_survey
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     for path in filter(None, (base, model)):
         if len(checkpoints := find_checkpoints([path])) > 1:

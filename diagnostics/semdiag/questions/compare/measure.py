@@ -30,8 +30,8 @@ from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.compare import ComparePlan
 from semdiag.questions.k_sweep.rerun import output_notes
-from semdiag_models import Encoder, InputError
-from semdiag_models.reading import require_memory
+from semdiag_files import InputError, require_memory
+from semdiag_models import Encoder
 from semdiag_models.training import find_device, with_float64
 
 COMPARED_OUTPUTS = Table(

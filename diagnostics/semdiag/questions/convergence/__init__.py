@@ -22,7 +22,7 @@ class ConvergencePlan:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        from semdiag_models.reading import InputError
+        from semdiag_files import InputError
 
         for _, target in self.targets:
             if not 0 < target <= 1:

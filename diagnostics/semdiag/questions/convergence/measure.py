@@ -9,8 +9,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
 from semdiag.measuring.training_runs import TARGET, run_table
 from semdiag.questions.convergence import ConvergencePlan
-from semdiag_models import InputError
-from semdiag_models.reading import unknown_name
+from semdiag_files import InputError, unknown_name
 from semdiag_models.training import find_device
 
 

@@ -35,7 +35,7 @@ from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, perce
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.percentile_tables import percentile_tables
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 GATED = ("p50", "p75", "p90", "p95")
 NO_NUMBER = "because a δ there is not a number"

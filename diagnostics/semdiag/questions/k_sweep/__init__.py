@@ -66,7 +66,7 @@ class KSweepPlan:
 
     def __post_init__(self) -> None:
         from semdiag.questions.k_sweep.budgets import check_kinds
-        from semdiag_models.reading import InputError
+        from semdiag_files import InputError
 
         if self.max_k is not None and self.max_k < 1:
             raise InputError(f"The largest k must be at least 1. Got {self.max_k}.")
@@ -95,8 +95,7 @@ def _ask(
 ) -> None:
     import json
 
-    from semdiag_models import InputError
-    from semdiag_models.reading import write_text
+    from semdiag_files import InputError, write_text
 
     models = shared.values["models"]
     if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):

@@ -22,7 +22,7 @@ from semdiag.measuring.calls.running import running
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep.rerun import NO_MASK, TOLERANCES, mean_change, measure_of, rerun
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 BUDGET_TABLE = Table(
     "budgets",

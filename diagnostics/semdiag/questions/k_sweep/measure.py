@@ -28,7 +28,7 @@ from semdiag.questions.k_sweep.rerun import (
     rerun_ks,
 )
 from semdiag.questions.k_sweep.top_scores import TopScores
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> TopScores:

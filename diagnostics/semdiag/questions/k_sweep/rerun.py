@@ -21,7 +21,7 @@ from semdiag.measuring.outputs import Answers, Reader, output_change, position_t
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.training_runs import token_ids
 from semdiag.measuring.words import FEWEST, counted
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 def _chunk_sums(counted: Tensor, terms: Mapping[str, Tensor], chunk: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -292,7 +292,7 @@ def rerun(
 
 def _divided(order: _RerunOrder, jobs: int) -> _Passes:
     from semdiag.measuring.survey import run_in_parallel
-    from semdiag_models.workers import LocalWorkers  # which needs joblib, as nothing else here does
+    from semdiag_files.workers import LocalWorkers  # which needs joblib, as nothing else here does
 
     workers = LocalWorkers(jobs, carry_out, len(order.numbered), order.loaded.size)
     shares = [order.numbered[start :: workers.capacity] for start in range(workers.capacity)]

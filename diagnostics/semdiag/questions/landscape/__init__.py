@@ -19,7 +19,7 @@ class LandscapePlan:
     grid: int = chosen(25, "Cells per side; an odd number.")  # odd, so that the checkpoint is a cell
 
     def __post_init__(self) -> None:
-        from semdiag_models.reading import InputError
+        from semdiag_files import InputError
 
         check_least(self, planes=1)
         if not 0 < self.radius < math.inf:

@@ -22,7 +22,7 @@ class LipschitzPlan:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        from semdiag_models.reading import InputError
+        from semdiag_files import InputError
 
         check_least(self, samples=1, planes=2, directions=2, draws=FEWEST_DRAWS)
         if not 0 < self.radius < math.inf:

@@ -32,7 +32,8 @@ from semdiag.measuring.encoders.weights import MovableEncoder, not_finite, usabl
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.lipschitz import LipschitzPlan
-from semdiag_models import AttentionCore, Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import AttentionCore, Encoder
 from semdiag_models.attention import plain_selected_attention
 from semdiag_models.training import with_float64
 

@@ -37,7 +37,7 @@ def _ask(
     from semdiag.presenting.terminal import say, tell
     from semdiag.questions.look.measure import fitting_k, see_loaded
     from semdiag.questions.look.page import all_heads, cautions, lead, place_of, write_look
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     if text is not None and shared.values["inputs"] is not None:
         raise InputError("--text and --inputs are two inputs: name one of them.")

@@ -24,7 +24,8 @@ from semdiag.measuring.calls.running import placed, running
 from semdiag.measuring.encoders.traces import checked_tokens, fitting
 from semdiag.measuring.measure import DTYPES, Conditions, no_attention
 from semdiag.measuring.survey import inputs_of, remarks_on
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 from semdiag_models.training import find_device, with_float64
 
 LONGEST = 256  # tokens that a page shows

@@ -33,8 +33,7 @@ from semdiag.questions.look.measure import (
     given_sample,
     see,
 )
-from semdiag_models import InputError
-from semdiag_models.reading import open_file, visible, write_text
+from semdiag_files import InputError, open_file, visible, write_text
 
 GENERATOR = "semdiag look"
 _FURTHEST = 5  # heads at either end of δ that stand in the table

@@ -26,7 +26,7 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.presenting.options import SUPPOSED_K, check_least
 from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 _STRIP = 2**21  # scores held at a time (or one query of every sample and head)
 BEYOND = "scores that are no numbers, or beyond float32"

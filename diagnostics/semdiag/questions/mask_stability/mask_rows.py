@@ -10,7 +10,7 @@ from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.mask_stability import certified, kept_in_common, score_rounding, top_set
 from semdiag.mathematics.score_strips import part_of
 from semdiag.measuring.calls.collector import NotAvailableError, check_rows
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 _STRIP = 2**22  # scores held at a time (or one row of queries of every copy)
 

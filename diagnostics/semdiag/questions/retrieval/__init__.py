@@ -30,7 +30,7 @@ class RetrievalPlan:
 
     def __post_init__(self) -> None:
         from semdiag.questions.k_sweep.budgets import check_kinds
-        from semdiag_models.reading import InputError, unknown_name
+        from semdiag_files import InputError, unknown_name
 
         for task in self.tasks:
             if task not in TASKS:

@@ -25,7 +25,7 @@ from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.k_sweep.budgets import OF_ENGINES, masks_of
 from semdiag.questions.k_sweep.rerun import NO_MASK
 from semdiag.questions.retrieval import RetrievalPlan
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 RETRIEVAL = Table(
     "retrieval",

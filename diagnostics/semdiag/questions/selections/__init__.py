@@ -55,7 +55,7 @@ def _ask(
 ) -> None:  # fmt: skip
     from semdiag.capturing import pretrained
     from semdiag.capturing.loading import recognised
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     of_model = str(file).startswith(pretrained.PREFIX) or recognised(str(file))
     for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed):
@@ -82,7 +82,7 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
     from semdiag.presenting.terminal import tell
     from semdiag.questions.selections.answer import own_answer, own_summary
     from semdiag.selections.own import Saving, own_selections
-    from semdiag_models import InputError
+    from semdiag_files import InputError
     from semdiag_models.training import find_device
 
     kind, conditions = number_format(format), shared.conditions()
@@ -105,7 +105,7 @@ def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Aske
     from semdiag.questions.selections.answer import check_answer, check_summary
     from semdiag.selections.check import check_selection
     from semdiag.selections.files import read_selection
-    from semdiag_models import InputError
+    from semdiag_files import InputError
 
     read = read_selection(file, format)
     rules: dict[str, Any] = {"starts": read.starts, "documents": read.documents, "keys": keys, "error": read.error}

@@ -11,7 +11,7 @@ NOISE = 0.01  # of each embedded token's root mean square
 
 def check_levels(levels: Sequence[float]) -> None:
     """Check noise levels."""
-    from semdiag_models.reading import InputError
+    from semdiag_files import InputError
 
     wrong = [level for level in levels if not 0 < level < float("inf")]
     if wrong:

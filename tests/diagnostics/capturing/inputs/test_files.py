@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from semdiag.capturing.inputs import read_batches, read_inputs
-from semdiag_models import InputError, reading
+from semdiag_files import InputError, files
 
 TOKENS = [[0, 1, 1], [1, 0, 2]]
 
@@ -203,7 +203,7 @@ def test_a_header_that_promises_too_much_is_refused(tmp_path):
 
 def test_an_archive_that_unpacks_to_far_more_than_its_file_is_refused(tmp_path, monkeypatch):
     """Zeros deflate to a thousandth of their size; ids drawn from a thousand, of 64 bits, to a sixth at best."""
-    monkeypatch.setattr(reading, "_LARGEST_PACKED", 2**20)
+    monkeypatch.setattr(files, "_LARGEST_PACKED", 2**20)
     real = np.random.default_rng(0).integers(0, 1000, (2000, 100))
     np.savez_compressed(tmp_path / "real.npz", tokens=real, unused=np.zeros((2000, 100), int))
     assert read_inputs(tmp_path / "real.npz").tolist() == real.tolist()
@@ -220,7 +220,7 @@ def test_small_numbers_that_do_not_fit_as_token_ids_are_refused(tmp_path, monkey
     path, ids = tmp_path / f"ids.{suffix}", np.zeros((2**10, 2**10), np.int8)
     {"npy": np.save, "npz": np.savez, "pt": lambda p, a: torch.save(torch.from_numpy(a), p)}[suffix](path, ids)
     assert read_inputs(path).dtype == torch.int64
-    monkeypatch.setattr(reading, "_memory", lambda: 4 * 2**22)  # a quarter holds the file, and not the ids
+    monkeypatch.setattr(files, "_memory", lambda: 4 * 2**22)  # a quarter holds the file, and not the ids
     with pytest.raises(InputError, match=r"as token ids, would take"):
         read_inputs(path)
 

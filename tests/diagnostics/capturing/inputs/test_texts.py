@@ -13,7 +13,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.k_sweep.measure import KSweepPlan
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -6,7 +6,7 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.batches import refuse_unnamed_labels
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 IDS = torch.arange(24).view(4, 6)

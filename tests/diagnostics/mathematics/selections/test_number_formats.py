@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semdiag.mathematics.rounding import FORMATS, last_places, may_swap, number_format
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -16,7 +16,7 @@ from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan, mask_overlap
 from semdiag.questions.stability.measure import SecantsPlan, measure_secants
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 SAMPLES, LENGTH, HEADS, WIDTH = 3, 6, 4, 8
 SAMPLES_FIRST, HEADS_FIRST, WINDOWS = "samples first", "heads first", "windows"

@@ -11,7 +11,8 @@ from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.measure import measure
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.stability.measure import measure_secants
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 
 def attend(q, k):

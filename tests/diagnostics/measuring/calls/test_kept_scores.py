@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from semdiag import capture
-from semdiag_models import Encoder, InputError, ModelConfig
+from semdiag_files import InputError
+from semdiag_models import Encoder, ModelConfig
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}

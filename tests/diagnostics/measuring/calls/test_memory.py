@@ -16,7 +16,7 @@ from semdiag.measuring.calls.running import NoRoomError
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep.measure import KSweepPlan
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 LETTERS = 7
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from semdiag.measuring.encoders.weights import MovableEncoder, named_tensors, usable_samples
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 
 @pytest.fixture

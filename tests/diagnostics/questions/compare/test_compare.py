@@ -15,7 +15,8 @@ from semdiag.measuring.calls.running import unnamed
 from semdiag.questions import registry
 from semdiag.questions.compare.answer import comparison_sentences
 from semdiag.questions.compare.measure import SUMS, CallPairs, ComparePlan, compare, head_changes, own_copy
-from semdiag_models import Encoder, InputError, reading
+from semdiag_files import InputError, files
+from semdiag_models import Encoder
 
 CHANGES = ("total_variation", "largest", "moved", "by_weights", "by_values", "change")
 OF_OUTPUTS = ("changed", "divergence", "output_change")
@@ -244,7 +245,7 @@ def test_masks_are_kept_once_for_all_layers_and_never_as_often_as_samples():
 
 
 def test_a_batch_that_memory_does_not_hold_is_refused(monkeypatch):
-    monkeypatch.setattr(reading, "_memory", lambda: 1000)
+    monkeypatch.setattr(files, "_memory", lambda: 1000)
     with pytest.raises(
         InputError, match=r"^To keep a batch of the attention of the base \(see --batch-size\) would"
     ):

@@ -15,7 +15,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.training_runs import RUNS
 from semdiag.questions.convergence import answer as convergence
 from semdiag.questions.convergence.answer import arrivals, over_seeds, speed_up, speed_ups
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 SETTING = json.dumps({"task": "even-pairs", "width": 16})
 

@@ -6,7 +6,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.questions.dispersion.answer import GATED, SHOWN, dispersion_gate
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 TOPK = {"attention": "topk", "k": 5}
 LARGE = np.linspace(1, 2, 100)

@@ -13,7 +13,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep import top_scores
 from semdiag.questions.k_sweep.measure import KSweepPlan
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 LETTERS, SAMPLES = 7, 9
 PLAN = KSweepPlan(rerun=True, ks=(2, 4), kinds=("topk", "random"))

@@ -18,7 +18,8 @@ from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import column_types
 from semdiag.questions.k_sweep.changes import condition_table, conditions_met
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 LENGTH, LARGEST = 12, 7
 PERCENTILE_COLUMNS = ["mean", "p0", "p25", "p50", "p95", "p100"]

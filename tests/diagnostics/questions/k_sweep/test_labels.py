@@ -15,7 +15,7 @@ from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import rerun
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra test-hf")
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

@@ -20,7 +20,7 @@ from semdiag.questions.k_sweep.changes import change_table, length_table, smalle
 from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE, packed
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 LETTERS, LENGTH, SAMPLES = 7, 24, 12
 

@@ -26,7 +26,8 @@ from semdiag.questions.k_sweep.budgets import NeededKeys, greedy, masks_of
 from semdiag.questions.k_sweep.changes import budget_content
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE, mean_change, measure_of, rerun
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 LETTERS, LENGTH = 7, 10
 

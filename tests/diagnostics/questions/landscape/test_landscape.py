@@ -17,7 +17,7 @@ from semdiag.measuring.measure import Conditions, measure
 from semdiag.measuring.survey import survey
 from semdiag.questions.landscape.answer import landscape_facts, landscape_sentences, working_distance
 from semdiag.questions.landscape.measure import LandscapePlan, landscape
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 FEW = LandscapePlan(grid=5, radius=0.5)
 

@@ -44,7 +44,8 @@ from semdiag.questions.lipschitz.measure import (
     plain_attention,
     plane_secants,
 )
-from semdiag_models import Encoder, InputError
+from semdiag_files import InputError
+from semdiag_models import Encoder
 
 FEW = LipschitzPlan(samples=10, planes=2, directions=3, draws=10, radius=0.5)
 

@@ -11,7 +11,7 @@ import semdiag
 from semdiag.measuring.calls.running import unnamed
 from semdiag.questions.look import measure as heads
 from semdiag.questions.look.measure import LONGEST, Cut, fitting_k, given_sample, see
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 class Decoder(nn.Module):

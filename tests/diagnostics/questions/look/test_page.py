@@ -10,7 +10,8 @@ import torch
 
 import semdiag
 from semdiag.questions.look.page import place_of
-from semdiag_models import Encoder, InputError, ModelConfig
+from semdiag_files import InputError
+from semdiag_models import Encoder, ModelConfig
 
 HOSTILE = "</script><script>alert(1)</script>"
 

@@ -36,7 +36,7 @@ from semdiag.questions.mask_precision.measure import (
 from semdiag.questions.mask_stability.answer import mask_words
 from semdiag.questions.mask_stability.mask_rows import selection_of
 from semdiag.questions.mask_stability.measure import NoisePlan
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

@@ -17,7 +17,7 @@ from semdiag.questions.mask_stability import mask_rows
 from semdiag.questions.mask_stability.mask_rows import row_changes, selection_of
 from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS, NoisePlan, mask_stability
 from semdiag.questions.stability.measure import measure_secants
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 SAMPLES, LENGTH, K = 7, 12, 3
 LEVELS = (0.01, 0.2)

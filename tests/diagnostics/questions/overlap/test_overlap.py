@@ -14,7 +14,7 @@ from semdiag.measuring.survey import survey
 from semdiag.questions import registry
 from semdiag.questions.overlap.answer import overlap_table
 from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 K = 3
 

@@ -15,7 +15,7 @@ from semdiag.presenting.answer import Outcome
 from semdiag.questions import retrieval as question
 from semdiag.questions.retrieval.answer import answer, retrieval_by_distance, retrieval_table
 from semdiag.questions.retrieval.measure import Maker, first_text
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 pytest.importorskip("transformers")
 copier = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "copier.py"), run_name="copier")

@@ -10,7 +10,7 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.table import column_types
 from semdiag.questions.stability import measure as perturbation
 from semdiag.questions.stability.measure import SECANTS, SecantsPlan, measure_secants, noisy_copies, with_bounds
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 def naive(encoder, tokens, level, seed=0):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.reporting.gate import METRICS, STATISTICS, apply_rules, parse_rule
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 VALUES = np.linspace(1, 5, 101)
 

@@ -22,7 +22,7 @@ from semdiag.reporting.gate import (
     tracked_numbers,
     verify,
 )
-from semdiag_models import InputError
+from semdiag_files import InputError
 
 
 def gate_of(made_up, topk, every=False):

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from semdiag.commands.sweep_results import RunResult, write_results
-from semdiag_models.reading import csv_cell, from_csv_cell, visible
+from semdiag_files import csv_cell, from_csv_cell, visible
 
 
 @given(st.text(st.sampled_from("=+-@\t\r\n '\"1.e,\uff1d\x1b\u202eä"), max_size=8))

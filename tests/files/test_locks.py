@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from semdiag_models.reading import InputError, RunLock
+from semdiag_files import InputError, RunLock
 
-HOLD = "import sys, pathlib; from semdiag_models.reading import RunLock; "
+HOLD = "import sys, pathlib; from semdiag_files import RunLock; "
 HOLD += "lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 

@@ -5,7 +5,7 @@ import pickletools
 import zipfile
 from typing import Any, BinaryIO
 
-from semdiag_models.reading import InputError, refuse
+from semdiag_files.errors import InputError, refuse
 
 _LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
 _LONGEST_NAME = 300  # largest number of characters of a member's or a global's name

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from semdiag.commands.sweep_results import write_results
-from semdiag_models.reading import InputError, write_text
+from semdiag_files import InputError, write_text
 from semdiag_models.sweep import read_settings
 
 

@@ -1,4 +1,4 @@
-from semdiag_models.reading import InputError, unknown_name
+from semdiag_files import InputError, unknown_name
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_known():

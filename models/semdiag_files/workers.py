@@ -14,7 +14,8 @@ from typing import Any
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import BrokenProcessPool
 
-from semdiag_models.reading import MEMORY_SHARE, InputError, memory_share
+from semdiag_files.errors import InputError
+from semdiag_files.files import MEMORY_SHARE, memory_share
 
 TICK = 1.0  # seconds between polls
 _BYTES = 2**29  # memory of a process with torch, before it has a model
