@@ -89,9 +89,10 @@ def _report(
         plans = tuple(plan for probe in probes().values() if (plan := probe.reported(asked)) is not None)
         few = {"probe_samples": _PROBE_SAMPLES, "k_lowers": "k" not in shared.typed}
         conditions = shared.conditions(keep_queries, k=ks, plans=plans, **few)
-        findings, loaded = shared.measured(values["models"], conditions)
+        findings, loaded = shared.measured(values["models"], conditions, keep_queries=keep_queries)
         look = one_text_page(loaded, conditions)
-    folder = output_folder("report", findings.measurements, values["out"])
+    models = [str(model) for model in findings.measurements.models["model"]]
+    folder = shared.folder or output_folder("report", models, values["out"])
     try:
         with Stages("drawing", 1, values["quiet"]) as bar:
             page, content = write_report(
@@ -99,7 +100,8 @@ def _report(
             )
     except Exception as error:
         if redraw is None and keep_queries and not isinstance(error, InputError):
-            saved = Path(tempfile.mkdtemp(prefix=f"{folder.name}-measurements-", dir=folder.parent))
+            place = shared.folder.path
+            saved = Path(tempfile.mkdtemp(prefix=f"{place.name}-measurements-", dir=place.parent))
             findings.measurements.save(saved)
             tell(f"semdiag: the report was not drawn. Its measurements are kept: semdiag report --from {saved}")
         if redraw is None or isinstance(error, InputError) or not isinstance(error, _UNFITTING):

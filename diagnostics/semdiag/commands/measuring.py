@@ -8,7 +8,8 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import Conditions
     from semdiag.measuring.measurements import Measurements
+    from semdiag.reporting.folder import ReportFolder
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -106,19 +108,21 @@ _OF_TEXTS = ("max_length", "tokenizer", "labels")
 _OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *SAMPLING)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Asked:
     """What the user typed: implements :class:`semdiag.presenting.question.Asked`."""
 
     question: Question
     values: dict[str, Any]
     typed: frozenset[str]
+    held: ExitStack = field(default_factory=ExitStack)  # closed when the command ends
+    folder: "ReportFolder | None" = None  # of the page; this command's alone once the models are known
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
         """Return the conditions of the measurement; every option is checked first."""
         from semdiag.capturing.inputs import TextOptions
         from semdiag.measuring.measure import Conditions
-        from semdiag.reporting.report import check_folder
+        from semdiag.reporting.folder import check_folder
 
         figure_formats(self.values.get("figures", ""))
         check_per_query(self.values.get("per_query"))
@@ -137,8 +141,9 @@ class Asked:
         run: Callable[..., "Measurements"] | None = None,
         more_stages: int = 0,
         against: Path | None = None,
+        keep_queries: bool = False,
     ) -> "tuple[Findings, Sequence[LoadedModel]]":
-        """Find the checkpoints, load and measure them, with progress on stderr."""
+        """Find the checkpoints, load them, reserve the page's folder and measure, with progress on stderr."""
         from semdiag.capturing.attention_call import DENSE, external
         from semdiag.capturing.audit import WARNING
         from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
@@ -147,6 +152,7 @@ class Asked:
         from semdiag.measuring.words import counted
         from semdiag.presenting.progress import Stages
         from semdiag.presenting.terminal import tell
+        from semdiag.reporting.folder import reserved
         from semdiag.reporting.page import diverged_sentences
         from semdiag_files import InputError
 
@@ -163,6 +169,9 @@ class Asked:
         stages_each = 1 + len(conditions.plans) + more_stages
         with Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar:
             loaded = load_all(paths, conditions.config, conditions.head)
+            if "out" in self.values:
+                folder = output_folder(self.question.name, [model.path for model in loaded], self.values["out"])
+                self.folder = self.held.enter_context(reserved(folder, keep_queries))
             encoders = [model for model in loaded if not model.external and model.sha256]
             dense = [model.encoder.config.attention in DENSE for model in encoders]
             if "k" in typed and dense == [False] * len(paths):
@@ -219,10 +228,10 @@ class Asked:
         question, values = self.question, self.values
         quiet, as_json, per_query = values["quiet"], values["as_json"], values.get("per_query")
         formats = figure_formats(values["figures"])
-        folder = output_folder(question.name, findings.measurements, values["out"])
         sections = sections or [question.name]
+        assert self.folder is not None
         with Stages("drawing", 1, quiet) as bar:
-            page, _ = write_report(findings, folder, command_line(), formats, sections=sections, progress=bar)
+            page, _ = write_report(findings, self.folder, command_line(), formats, sections=sections, progress=bar)
         if per_query is not None:
             write_per_query(per_query, findings.measurements)
             for sentence in () if quiet else partial_sentences(findings):
@@ -274,11 +283,9 @@ def with_options(question: Question) -> Callable[..., None]:
         values = {name: given.pop(name) for name in shared_names}
         asked = {name: given.pop(name) for name in of_plan}
         plan = None if question.plan is None else options.plan_from(question.plan, asked, values)
-        ask(
-            **given,
-            **({} if question.ask and plan is None else {"plan": plan}),
-            shared=Asked(question, values, typed),
-        )
+        planned = {} if question.ask and plan is None else {"plan": plan}
+        with ExitStack() as held:
+            ask(**given, **planned, shared=Asked(question, values, typed, held))
 
     parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context), *own]
     for name, (annotation, default) in of_plan.items():
@@ -305,13 +312,12 @@ def _is_taken(name: str, question: Question) -> bool:
     return name in question.takes if name in _OF_SOME else name not in question.leave_out
 
 
-def output_folder(command: str, measurements: "Measurements", given: Path | None) -> Path:
+def output_folder(command: str, models: Sequence[str], given: Path | None) -> Path:
     """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
     from semdiag.presenting.answer import file_safe
     from semdiag.presenting.terminal import tell
     from semdiag_files import InputError, read_json
 
-    models = [str(model) for model in measurements.models["model"]]
     name = file_safe(models[0]) if len(models) == 1 else f"{len(models)}-models"
     folder = given or Path("reports") / f"{command}-{name}"
     try:
@@ -328,7 +334,7 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
     return folder
 
 
-def _normalised(models: list[str]) -> set[str]:
+def _normalised(models: Sequence[str]) -> set[str]:
     """Return names that are equal for the same model, however the user wrote it."""
     return {os.path.normpath(model).removesuffix(f"{os.sep}last.pt") for model in models}
 

@@ -23,6 +23,7 @@ class Asked(Protocol):
 
     values: dict[str, Any]  # shared options by name; those that the command does not take are absent
     typed: frozenset[str]  # names of options, shared or the command's own, that differ from their defaults
+    folder: Any  # of the page; None until the models are known
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
         """Return the conditions for measuring; ``more`` are fields that the command sets."""

@@ -1,10 +1,8 @@
 """Write a report from findings: a folder with a page, figures, percentile tables and a summary."""
 
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from semdiag.capturing.attention_call import external
 from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.estimates import all_by_name, estimate_table, sampling_sentences, within_table
-from semdiag.measuring.findings.findings import Findings, has_schema, json_ready, schema, unlearned_sentences
+from semdiag.measuring.findings.findings import Findings, json_ready, schema, unlearned_sentences
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
@@ -31,6 +29,7 @@ from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
 from semdiag.questions.registry import figures, reported
 from semdiag.questions.separation.answer import separation_results
+from semdiag.reporting.folder import ReportFolder, reserved
 from semdiag.reporting.page import (
     Picture,
     capture_sentences,
@@ -40,7 +39,7 @@ from semdiag.reporting.page import (
     short_text_sentences,
     weights_sentences,
 )
-from semdiag_files import InputError, RunLock, open_file, read_json, unknown_name, visible_json
+from semdiag_files import InputError, open_file, unknown_name, visible_json
 
 
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
@@ -94,74 +93,6 @@ def report_content(
     return content
 
 
-def check_folder(folder: Path, keep_queries: bool) -> None:
-    """Refuse to replace anything but an earlier report, or to lose measurements in it."""
-    folder = Path(os.path.realpath(folder))
-    existing = next(parent for parent in folder.parents if parent.exists())
-    if not existing.is_dir():
-        raise InputError(f"The report cannot be written to {folder}: {existing} is a file.")
-    if not os.access(existing, os.W_OK):
-        raise InputError(f"The report cannot be written to {folder}: nothing can be written in {existing}.")
-    if folder.parent.is_dir():
-        with _locked(folder):
-            pass
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise InputError(f"{folder} is a file. Name a folder for the report with --out DIR.")
-    try:
-        if not any(folder.iterdir()):
-            return
-        content = read_json(folder / "summary.json")
-    except (OSError, InputError):
-        content = None
-    if not has_schema(content, "report"):
-        raise InputError(f"{folder} is not empty and not a semdiag report. Name another folder with --out DIR.")
-    if (folder / "data" / "queries.parquet").exists() and not keep_queries:
-        raise InputError(
-            f"{folder} holds the queries of an earlier report, which would be lost. "
-            "Add --keep-queries, or name another folder with --out DIR."
-        )
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces ``folder`` once everything is written, and leaves nothing on failure."""
-    folder = Path(os.path.realpath(folder))
-    building, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            building.mkdir()
-            yield building
-            if folder.exists():
-                folder.rename(old)
-            building.rename(folder)
-    except OSError as error:
-        raise InputError(f"The report cannot be written to {folder}: {error.strerror or error}.") from None
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from the report meanwhile, and remove what killed ones left."""
-    lock = RunLock(folder.parent, folder.name)
-    try:
-        _tidy(folder)
-        yield
-    finally:
-        _tidy(folder)
-        lock.release()
-
-
-def _tidy(folder: Path) -> None:
-    """Restore the older report if the new one is not there, and delete what a killed process left."""
-    building, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-    for scraps in (building, old):
-        shutil.rmtree(scraps, ignore_errors=True)
-
-
 _PIXELS_PER_INCH = 96  # in CSS
 _ON_SCREEN = ("png", "svg")
 LOOK = "look.html"  # the page of one text, beside the report
@@ -170,7 +101,7 @@ _NAMED_IN_THE_PAGE = ("dispersion", "separation", "load")
 
 def write_report(
     findings: Findings,
-    folder: Path,
+    folder: Path | ReportFolder,
     command: str,
     formats: Sequence[str] = ("png", "svg"),
     keep_queries: bool = False,
@@ -178,18 +109,21 @@ def write_report(
     progress: Stages | None = None,
     look: str | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Write the report into a folder, and return its page and its content as plain values."""
+    """Write the report into a folder, reserved or not, and return its page and its content as plain values."""
     if findings.measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
     names = measured_questions(findings) if sections is None else sections
     unknown = [name for name in names if name not in reported()]
     if unknown:
         raise ValueError(f"Sections of a report are {', '.join(reported())}. Got {unknown[0]!r}.")
-    check_folder(folder, keep_queries)
-    answers = {name: reported()[name].answered(findings) for name in names}
-    with replacing(folder) as building:
+    with ExitStack() as stack:
+        report = (
+            folder if isinstance(folder, ReportFolder) else stack.enter_context(reserved(folder, keep_queries))
+        )
+        answers = {name: reported()[name].answered(findings) for name in names}
+        building = stack.enter_context(report.replacing())
         content = _write(findings, building, command, formats, keep_queries, answers, progress, look)
-    return folder / "index.html", content
+    return report.path / "index.html", content
 
 
 def measured_questions(findings: Findings) -> list[str]:

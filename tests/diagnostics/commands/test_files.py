@@ -20,6 +20,7 @@ from semdiag.capturing.pretrained import find_folder
 from semdiag.commands.main import main
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.terminal import terminal, visible
+from semdiag.reporting.folder import MARKER
 from semdiag.reporting.report import write_report
 from semdiag_files import InputError
 from semdiag_models import weights_sha256
@@ -117,6 +118,7 @@ def killed_report(findings, folder, moment):
     write_report(findings, folder, "old", formats=())
     partial = folder.with_name(f".{folder.name}.partial")
     partial.mkdir()
+    (partial / MARKER).touch()
     (partial / "index.html").write_text("half")
     if moment == "between":
         folder.rename(folder.with_name(f".{folder.name}.old"))

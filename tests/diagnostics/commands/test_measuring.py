@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -16,6 +15,7 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.presenting.options import whole_numbers
 from semdiag.questions.registry import QUESTIONS
+from semdiag.reporting.folder import check_folder
 from semdiag_files import InputError
 
 
@@ -68,26 +68,21 @@ def test_a_configuration_is_a_json_object(tmp_path):
     ],
 )
 def test_a_report_is_named_after_its_models(here, models, name):
-    assert output_folder("dispersion", named(models), None) == Path("reports") / name
-
-
-def named(models):
-    """What the name of a folder is made from."""
-    return SimpleNamespace(models=pd.DataFrame({"model": models}))
+    assert output_folder("dispersion", models, None) == Path("reports") / name
 
 
 def test_no_report_takes_the_place_of_one_on_other_models(here, capsys):
     mine, yours = ["a/x.pt", "b/x.pt"], ["c/x.pt", "d/x.pt"]
-    first = output_folder("report", named(mine), None)
+    first = output_folder("report", mine, None)
     first.mkdir(parents=True)
     (first / "summary.json").write_text(json.dumps({"results": [{"model": model} for model in mine]}))
-    assert output_folder("report", named(mine), None) == first
-    other = output_folder("report", named(yours), None)
+    assert output_folder("report", mine, None) == first
+    other = output_folder("report", yours, None)
     assert other.parent == first.parent
     assert re.fullmatch(r"report-2-models-[0-9a-f]{8}", other.name)
-    assert output_folder("report", named(yours), None) == other
+    assert output_folder("report", yours, None) == other
     assert capsys.readouterr().err == ""
-    assert output_folder("report", named(yours), first) == first
+    assert output_folder("report", yours, first) == first
     assert capsys.readouterr().err == f"Replaces in {first}: a report on a/x.pt, b/x.pt.\n"
 
 
@@ -146,3 +141,20 @@ def test_measuring_keeps_the_command_that_was_typed(tiny_runs, monkeypatch):
     assert measurements.provenance["command"] == ["semdiag", "check", "x"]
     assert json.dumps(measurements.provenance)
     assert np.isposinf(measurements.queries["separation"]).all()
+
+
+@pytest.mark.parametrize("out", [None, "mine"])
+def test_a_page_is_this_commands_alone_before_anything_is_measured(out, tiny_runs, here):
+    values = {"quiet": True, "out": out and Path(out)}
+    asked = measuring.Asked(QUESTIONS["dispersion"], values, frozenset())
+    place = Path(out or output_folder("dispersion", [str(tiny_runs.full)], None))
+
+    def survey_meanwhile(loaded, conditions, *_):
+        with pytest.raises(InputError, match=rf"{place.name} is in use"):
+            check_folder(place, False)
+        return survey(loaded, conditions)
+
+    asked.measured([tiny_runs.full], Conditions(samples=4), survey_meanwhile)
+    assert asked.folder.path == place
+    asked.held.close()
+    check_folder(place, False)
