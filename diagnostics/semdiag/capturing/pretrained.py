@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class _TooLargeError(Exception):
     """Raised once a model has more parameters than its files can hold."""
 
 
-def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> None:
+def check_sizes(spec: str, folder: Path, config: Any, weights: Sequence[Path], kind: Any) -> None:
     """Refuse a configuration that describes a far larger model than its files hold."""
     held = [shape for path in weights for shape in _shapes(path)]
     elements = sum(map(math.prod, held))
@@ -55,7 +55,7 @@ def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> N
     try:
         transformers = transformers_for(spec)
         auto, places = transformers.AutoModel, {"local_files_only": True, "trust_remote_code": False}
-        config = transformers.AutoConfig.from_pretrained(weights[0].parent, **places)
+        config = transformers.AutoConfig.from_pretrained(folder, **places)
         with torch.device("meta"):
             (kind.from_config if kind is auto else kind)(config)
     except _TooLargeError:
@@ -179,7 +179,7 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
     transformers = transformers_for(spec)
     config = read_json(folder / "config.json")
     kind = _class_of(transformers, config, head)
-    weights = _weights_of(spec, folder, _class_of(transformers, config, "auto"))
+    weights = _weights_of(spec, folder, config, _class_of(transformers, config, "auto"))
     packed = quantised_tensor(weights)
     if packed:
         raise InputError(
@@ -187,7 +187,7 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
             "library, model.dequantize(), and save it."
         )
     with silent(transformers):
-        check_sizes(spec, config, weights, kind)
+        check_sizes(spec, folder, config, weights, kind)
         try:
             offline = {"local_files_only": True, "trust_remote_code": False}
             config = transformers.AutoConfig.from_pretrained(folder, **offline)
@@ -203,42 +203,74 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
     return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
 
 
-def _weights_of(spec: str, folder: Path, kind: type) -> list[Path]:
-    """Return the weight files; refuse a folder without or with missing ones, and say what is there."""
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        other = next((file for end in _OTHER_WEIGHTS for file in sorted(folder.glob(end))), None)
-        if other is None:
-            raise InputError(
-                f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
-                "model.save_pretrained(DIRECTORY)."
-            )
-        if not other.name.startswith("pytorch_model"):
-            raise InputError(
-                f"{spec} holds no .safetensors file, but {other.name}, which is not read. Load it with its own "
-                "library, and write the model, in plain numbers, with: model.save_pretrained(DIRECTORY)."
-            )
-        classes = [kind.__name__, *["AutoTokenizer"] * any(map(any, map(folder.glob, _TOKENIZER_FILES)))]
-        copies = "; ".join(f'{name}.from_pretrained({str(folder)!r}).save_pretrained("NEW")' for name in classes)
-        raise InputError(
-            f"{spec} holds no .safetensors file, but {other.name}, which may hold code and is not read. If "
-            f"you trust it, write a copy in Python: from transformers import {', '.join(classes)}; {copies}"
-        )
-    index = folder / "model.safetensors.index.json"
-    found = read_json(index) if index.exists() else {"weight_map": {}}
-    places = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise InputError(f"{index} is no index of weights: it has no weight_map from parameters to files.")
-    named = sorted(set(places.values()))
-    missing = [name for name in named if not (folder / name).is_file()]
+_WHOLE_MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def _weights_of(spec: str, folder: Path, config: Any, kind: type) -> list[Path]:
+    """Return the files from which the library reads the weights, all inside the folder."""
+    first = config.get("transformers_weights") if isinstance(config, dict) else None
+    if first is None:
+        first = next((name for name in (_WHOLE_MODEL, _INDEX) if (folder / name).is_file()), None)
+    if first is None:
+        raise _without_weights(spec, folder, kind)
+    names = [first]
+    if isinstance(first, str) and first.endswith(".safetensors.index.json"):
+        names = _names_in(_inside(spec, folder, first))
+    weights = [_inside(spec, folder, name) for name in names]
+    missing = [name for name, file in zip(names, weights, strict=True) if not file.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(
-            f"{spec} lacks {missing[0]}{more} of the {len(named)} files of its weights: copy the whole folder."
+            f"{spec} lacks {missing[0]}{more} of the {counted(len(names), 'file')} of its weights: copy the whole "
+            "folder."
         )
-    for name in named:
-        open_file(folder / name).close()
+    for file in weights:
+        open_file(file).close()
     return weights
+
+
+def _names_in(index: Path) -> list[str]:
+    """Return the names of the files in an index of weights."""
+    content = read_json(index)
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise InputError(f"{index} is no index of weights: it has no weight_map from parameters to files.")
+    return sorted(set(places.values()))
+
+
+def _inside(spec: str, folder: Path, name: object) -> Path:
+    """Return the path of a file of weights; refuse a name that leads out of the folder, or of another format."""
+    within = isinstance(name, str) and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+    if not within or not str(name).endswith((".safetensors", ".safetensors.index.json")):
+        shown = " ".join(repr(name).split())[:120]
+        raise InputError(
+            f"{spec}: its weights would be read from {shown}. They must be .safetensors files inside its folder."
+        )
+    return folder / str(name)
+
+
+def _without_weights(spec: str, folder: Path, kind: type) -> InputError:
+    """Return the error for a folder without weights, which says what is there instead."""
+    ways = "the library reads model.safetensors, or the files that model.safetensors.index.json names"
+    if other := sorted(folder.glob("*.safetensors")):
+        return InputError(f"{spec} holds {other[0].name}, but {ways}.")
+    found = next((file for end in _OTHER_WEIGHTS for file in sorted(folder.glob(end))), None)
+    if found is None:
+        return InputError(
+            f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
+            "model.save_pretrained(DIRECTORY)."
+        )
+    if not found.name.startswith("pytorch_model"):
+        return InputError(
+            f"{spec} holds no .safetensors file, but {found.name}, which is not read. Load it with its own "
+            "library, and write the model, in plain numbers, with: model.save_pretrained(DIRECTORY)."
+        )
+    classes = [kind.__name__, *["AutoTokenizer"] * any(map(any, map(folder.glob, _TOKENIZER_FILES)))]
+    copies = "; ".join(f'{name}.from_pretrained({str(folder)!r}).save_pretrained("NEW")' for name in classes)
+    return InputError(
+        f"{spec} holds no .safetensors file, but {found.name}, which may hold code and is not read. If "
+        f"you trust it, write a copy in Python: from transformers import {', '.join(classes)}; {copies}"
+    )
 
 
 def transformers_for(spec: str) -> Any:

@@ -338,6 +338,7 @@ def test_the_library_speaks_as_before(bert):
 
 @pytest.mark.parametrize("content", ["[]", "3", "null", "{}", '{"weight_map": []}', '{"weight_map": {"a": [1]}}'])
 def test_an_index_that_is_none_is_refused(copied, content):
+    (copied / "model.safetensors").rename(copied / "model-1.safetensors")
     (copied / "model.safetensors.index.json").write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=r"index\.json is no index of weights: it has no weight_map"):
         load(f"hf:{copied}")
@@ -360,3 +361,53 @@ def test_a_header_of_weights_that_no_model_needs_is_refused_unread(copied):
         load(f"hf:{copied}")
     with pytest.raises(InputError, match=r"its header has 33,554,438 bytes"):
         read_arrays(copied / "model.safetensors", ["a"])
+
+
+def in_shards(folder, name):
+    """Let an index say that all weights of a folder are in one file."""
+    from safetensors.torch import load_file
+
+    parameters = load_file(folder / "model.safetensors").keys()
+    (folder / "model.safetensors").rename(folder / "mine.safetensors")
+    content = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(parameters, name)})
+    (folder / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+
+
+def doubled(folder, name):
+    """Write the weights of a folder, times two, to another file; return its hash."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    (folder / name).parent.mkdir(exist_ok=True)
+    save_file({key: 2 * value for key, value in weights.items()}, folder / name, {"format": "pt"})
+    return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("way", ["index", "index of a subfolder", "configuration", "beside a whole model"])
+def test_the_hash_is_of_the_file_that_is_loaded(bert, copied, way):
+    name = "more/x.safetensors" if way == "index of a subfolder" else "x.safetensors"
+    digest, factor = doubled(copied, name), 2
+    if way.startswith("index"):
+        in_shards(copied, name)
+    elif way == "configuration":
+        configured(copied, transformers_weights=name)
+    else:  # the library reads model.safetensors alone
+        digest, factor = hashlib.sha256((bert / "model.safetensors").read_bytes()).hexdigest(), 1
+    model, first = load(f"hf:{copied}"), load(f"hf:{bert}")
+    weight = "embeddings.word_embeddings.weight"
+    assert torch.equal(model.module.state_dict()[weight], factor * first.module.state_dict()[weight])
+    assert model.sha256 == digest
+
+
+@pytest.mark.parametrize(
+    "name", ["../bert/model.safetensors", "{bert}/model.safetensors", "a/../../x.safetensors", "x.bin"]
+)
+@pytest.mark.parametrize("way", ["index", "configuration"])
+def test_weights_outside_the_folder_are_refused(bert, copied, name, way):
+    name = name.format(bert=bert)
+    if way == "index":
+        in_shards(copied, name)
+    else:
+        configured(copied, transformers_weights=name)
+    with pytest.raises(InputError, match=r"They must be \.safetensors files inside its folder\.$"):
+        load(f"hf:{copied}")
