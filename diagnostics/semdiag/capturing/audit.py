@@ -92,22 +92,23 @@ def failure(error: Exception) -> str:
     return f"semdiag failed on it ({type(error).__name__}{message and ': '}{message}): please report it"
 
 
-def remarks(call: AttentionCall, shapes: list[tuple[int, ...]], first: bool) -> Iterator[Remark]:
+def remarks(call: AttentionCall, shapes: list[tuple[int, ...]], first: bool, training: bool) -> Iterator[Remark]:
     """Yield what readers should know of a call, perhaps its module's first; ``shapes``: of the running inputs."""
     if first and call.first_query + call.keys_before:
         yield Remark("", PREFIXED)
     samples = next((shape[0] for shape in shapes if shape), len(call.q))
     if samples < len(call.q) and _ends_alike(call):
         yield Remark("", PADDED_WINDOWS)
+    if call.dropout:
+        text = "what the layer returns is not what its formula gives, so there is no residual"
+        if training:
+            yield Remark(call.module, f"dropout of {call.dropout:g} in training mode: {text}; model.eval() first")
+        else:
+            yield Remark(call.module, f"dropout of {call.dropout:g} in evaluation mode: {text}")
     yield from (Remark(call.module, text) for text in _of_numbers(call, shapes[-1] if shapes else ()))
 
 
 def _of_numbers(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
-    if call.dropout:
-        yield (
-            f"dropout of {call.dropout:g} in training mode: what the layer returns is not what its formula gives, "
-            "so there is no residual; model.eval() first"
-        )
     _, heads, length, width = call.q.shape
     if len(given) == 3 and width == given[1] and heads * length == given[2] and call.k.shape[2] == length != width:
         yield f"its queries and keys are channels, not positions: the product runs over the {given[1]} positions"

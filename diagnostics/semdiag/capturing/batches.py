@@ -67,6 +67,13 @@ def samples_of(batch: Batch) -> int:
     return min(lengths, key=lambda entry: entry[0], default=(True, 0))[1]
 
 
+def second_axis(model: nn.Module, batch: Batch) -> int:
+    """Return the second axis of a batch, where a layer of torch's has the samples (batch_first=False); else 0."""
+    if all(getattr(module, "batch_first", True) for module in model.modules()):
+        return 0
+    return next((t.shape[1] for t in tensors(batch) if t.ndim > 1), 0)
+
+
 def only_token_ids(batch: Batch) -> bool:
     """Return whether a batch consists of token ids (N, L) and their masks: integers or bools on two axes."""
     several = [t for t in tensors(batch) if t.ndim > 1]
@@ -210,6 +217,7 @@ class TokenMasks:
     crossing: bool = False  # whether it got another sequence otherwise: a mask may belong to that sequence
     two: bool = False  # whether it takes two sequences: a mask may belong to either
     other: bool = False  # whether it got a mask with more axes
+    several: bool = False  # whether it got inputs beside the tokens of its masks, such as images
 
     def sure(self, name: str) -> bool:
         """Return whether a mask is for the queries, whatever the keys are."""
@@ -291,7 +299,11 @@ def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             other = True
         else:
             masks[name] = None
-    return TokenMasks(masks, definitive, crossing, both or bool({*names} & {*_OTHER, *_TARGET}), other)
+    two = both or bool({*names} & {*_OTHER, *_TARGET})
+    sizes = {tuple(mask.shape) for mask in masks.values() if mask is not None}
+    inputs = [x for name, x in given.items() if name not in MASK_NAMES and isinstance(x, Tensor)]
+    beside = [x for x in inputs if x.is_floating_point() and x.ndim > 1 and tuple(x.shape[:2]) not in sizes]
+    return TokenMasks(masks, definitive, crossing, two, other, several=bool(sizes and beside))
 
 
 def _same(query: Any, key: Any) -> bool:

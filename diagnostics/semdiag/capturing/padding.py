@@ -265,7 +265,8 @@ class Padding:
                 own, why = _of_queries(name, mask, masks, crossing, call)
                 if own is not None:
                     return own, why
-                remark = why or remark
+                if not (masks.several and _of_others(mask, call)):
+                    remark = why or remark
                 if sure:
                     return None, remark
         outermost = next(iter(self._running), None)
@@ -335,6 +336,12 @@ def _read_by_keys(name: str, mask: Tensor, own: Tensor, two: bool, call: Attenti
         if seen is None or not bool((queries & ~seen.any(3).any(1)).any()):  # every real query sees some key
             return queries, f"{name} is read as true for padding, which the keys confirm"
     return None, None
+
+
+def _of_others(mask: Tensor, call: AttentionCall) -> bool:
+    """Return whether a call without any mask has other tokens than a token mask: those of an image or a sound."""
+    unmasked = call.allowed is None and call.selected is None and not call.causal
+    return unmasked and mask.shape[1] != call.keys_before + call.k.shape[2]
 
 
 def _why_all_count(name: str, mask: Tensor, call: AttentionCall) -> str | None:

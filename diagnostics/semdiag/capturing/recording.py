@@ -223,7 +223,9 @@ class Recorder(threading.local):
             call = self._placed(call, module, self._calls)
             self.audit.captured[Captured(module, call.mechanism)] += 1
             first = module not in self.watched.numbers and not call.occurrence
-            self.audit.remarks.update(remarks(call, self.shapes, first))
+            parts = self.watched.modules.get(module, self.watched.model).modules() if call.dropout else ()
+            training = any(part.training for part in parts)
+            self.audit.remarks.update(remarks(call, self.shapes, first, training))
             try:
                 self.watched.consume(call)
             except BaseException as error:

@@ -505,3 +505,47 @@ def test_a_mask_of_samples_of_sound_is_found_where_it_has_become_one_of_frames(n
     frames = model._get_feat_extract_output_lengths(real.sum(1))
     found, _ = counted(model, torch.randn(2, 400), attention_mask=real)
     assert [*found.values()] == [int(frames.sum())]
+
+
+class Tower(nn.Module):
+    """Two heads over all of its tokens, whatever its mask says; a mask, where it follows one."""
+
+    def forward(self, x, seen=None):
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=seen)
+
+
+class TwoTowers(nn.Module):
+    """A text and an image; the text's tower may forget its mask, the image may be joined to the text."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.text, self.image = way, Tower(), Tower()
+
+    def forward(self, tokens, attention_mask, pixels=None):
+        seen = attention_mask.bool()[:, None, None]
+        if pixels is None:
+            return self.text(torch.cat([tokens[:, :1], tokens], 1))
+        if self.way == "joined":
+            seen = nn.functional.pad(seen, (0, pixels.shape[1]), value=True)
+            return self.text(torch.cat([tokens, pixels], 1), seen)
+        return self.text(tokens, None if self.way == "forgets" else seen), self.image(pixels)
+
+
+@pytest.mark.parametrize(
+    ("way", "images", "expected"),
+    [
+        ("apart", True, []),
+        ("forgets", True, ["text"]),
+        ("joined", True, ["text"]),
+        ("class token", False, ["text"]),
+    ],
+)
+def test_a_text_s_padding_is_not_remarked_on_an_image_s_attention(way, images, expected):
+    """On the text's own, on one that holds both, and behind a class token, it is."""
+    pixels = (torch.randn(2, LENGTH + 3, WIDTH),) * images
+    model = TwoTowers(way)
+    with semdiag.capture(model, k=1) as calls:
+        model(stream(), REAL, *pixels)
+    remarks = calls.audit[calls.audit["reason"].str.contains("attention_mask marks padding")]
+    assert remarks["module"].tolist() == expected

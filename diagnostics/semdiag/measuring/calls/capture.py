@@ -264,6 +264,7 @@ class _Batch(threading.local):
     """Number of samples in this thread's current batch, from its first tensor; 0 if unknown."""
 
     samples = 0
+    second = 0  # the number, if samples are the second axis
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[None]:
@@ -277,7 +278,8 @@ class _Batch(threading.local):
             yield
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.samples = batching.samples_of((*args, *kwargs.values()))
+        batch = *args, *kwargs.values()
+        self.samples, self.second = batching.samples_of(batch), batching.second_axis(module, batch)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self.samples = 0
@@ -333,7 +335,8 @@ def capture(
 
     def consume(call: AttentionCall) -> None:
         try:
-            calls._add(call, padding, batch.samples)
+            rows = call.q.shape[0]
+            calls._add(call, padding, rows if rows == batch.second else batch.samples)
         except Exception as error:
             calls._audit.skipped[Skipped(call.module, call.mechanism, failure(error))] += 1
 

@@ -84,7 +84,7 @@ class Run:
     ) -> None:
         self._loaded, self._consume, self._queries = loaded, consume, queries
         self._layers: dict[tuple[str, int], int] = {}
-        self._samples, self._batch = 0, 0
+        self._samples, self._batch, self._second = 0, 0, 0
         self.drew = False
         self._failure: BaseException | None = None
 
@@ -94,6 +94,7 @@ class Run:
         if self._queries is not None:
             self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
         self._samples, self._batch = self._samples + size, size
+        self._second = batching.second_axis(self.module, batch)
         numbers = RandomNumbers(self.device)
         try:
             if not self._loaded.external:
@@ -136,8 +137,13 @@ class Run:
         layer = call.layer
         if self._loaded.external:
             layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
-        if (problem := folded(call.q.shape[0], self._batch)) is not None:
-            self.audit.remarks[Remark(call.module, f"{problem}: {counted_as(call.q.shape[0], self._batch)}")] += 1
+        rows = call.q.shape[0]
+        if (problem := folded(rows, self._batch)) is not None:
+            if rows == self._second:
+                problem = (
+                    "its samples are the second axis of the inputs (batch_first=False), whose first was taken"
+                )
+            self.audit.remarks[Remark(call.module, f"{problem}: {counted_as(rows, self._batch)}")] += 1
         remark_path(call, self.audit)
         try:
             self._consume(replace(self.padding.marked(call, self.audit), layer=layer))

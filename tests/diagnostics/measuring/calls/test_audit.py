@@ -131,6 +131,34 @@ def test_dropout_is_why_there_is_no_residual():
     assert remarks(calls) == []
 
 
+class Dropping(nn.Module):
+    """Drops weights in every mode: by the fused function, by a function behind a softmax, or by a module."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.map, self.drop = way, nn.Linear(WIDTH, 3 * WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x):
+        q, k, v = self.map(x)[:, None].chunk(3, -1)
+        if self.way == "fused":
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+        weights = (q @ k.mT).softmax(-1)
+        return (self.drop(weights) if self.way == "module" else F.dropout(weights, 0.3)) @ v
+
+
+@pytest.mark.parametrize("way", ["fused", "function", "module"])
+def test_who_drops_weights_in_evaluation_mode_is_not_told_to_enter_it(way):
+    """The part that drops is in training mode with a module alone."""
+    model = Dropping(way).eval()
+    model.drop.train(way == "module")
+    with torch.no_grad(), semdiag.capture(model) as calls:
+        model(stream())
+    ((_, reason),) = remarks(calls)
+    assert ("evaluation mode" in reason) is (way != "module")
+    assert ("model.eval()" in reason) is (way == "module")
+    assert calls.residual["residual"].isna().all()
+
+
 @pytest.mark.parametrize("gate", [nn.Linear(WIDTH, 3), nn.Sequential(nn.Linear(WIDTH, 3), nn.Softplus())])
 @pytest.mark.parametrize("balanced", [torch.dot, lambda load, share: (load[None] * share).sum()])
 def test_routers_and_their_balance_are_counted_and_no_more(gate, balanced):
@@ -264,3 +292,28 @@ def test_a_call_on_which_the_capture_failed_is_in_no_table_but_the_audit(monkeyp
     assert calls.residual.empty
     assert calls.dispersion().empty
     assert "semdiag failed on it (ValueError: unfit)" in calls.audit["reason"].item()
+
+
+class TokensFirst(nn.Module):
+    """Takes (L, B, D), as torch's layers do unless told otherwise; or (B, L, D), which it turns round."""
+
+    def __init__(self, turned=False):
+        super().__init__()
+        self.turned, self.layer = turned, nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1)).transpose(0, 1) if self.turned else self.layer(x)
+
+
+@pytest.mark.parametrize(("turned", "shape"), [(False, (7, 3)), (False, (3, 6)), (True, (3, 7)), (True, (7, 3))])
+def test_samples_on_the_second_axis_are_no_wrong_number_of_samples(turned, shape):
+    """ "The batch has 7 samples" of 7 tokens was remarked; commands, which count the first axis, say so."""
+    model, x = TokensFirst(turned), torch.randn(*shape, WIDTH)
+    with torch.no_grad(), semdiag.capture(model, k=1) as calls:
+        model(x)
+    found = calls.dispersion()
+    samples, length = shape if turned else shape[::-1]
+    assert (found["sample"].nunique(), found["query"].nunique()) == (samples, length)
+    assert remarks(calls) == []
+    measured = semdiag.measure(model, [x])
+    assert len(measured.remarks[measured.remarks["text"].str.contains("batch_first=False")]) == (not turned)
