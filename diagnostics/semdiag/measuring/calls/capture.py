@@ -227,9 +227,9 @@ class Calls:
         return pd.DataFrame(columns=[*place, *["keys"] * (position == "query"), "k", name])
 
     @torch.no_grad()
-    def _add(self, call: AttentionCall, padding: Padding, samples: int) -> None:
+    def _add(self, call: AttentionCall, padding: Padding, samples: int, second: int) -> None:
         call = padding.marked(call, self._audit)
-        if (problem := folded(call.q.shape[0], samples)) is not None:
+        if (problem := folded(call.q.shape[0], samples, second)) is not None:
             self._audit.remarks[Remark(call.module, f"{problem}: each row counts as a sample")] += 1
         remark_path(call, self._audit)
         rows = counted_rows(call, self._k, self._draws.places(call), received=True)
@@ -335,8 +335,7 @@ def capture(
 
     def consume(call: AttentionCall) -> None:
         try:
-            rows = call.q.shape[0]
-            calls._add(call, padding, rows if rows == batch.second else batch.samples)
+            calls._add(call, padding, batch.samples, batch.second)
         except Exception as error:
             calls._audit.skipped[Skipped(call.module, call.mechanism, failure(error))] += 1
 

@@ -306,10 +306,12 @@ class SampleNumbers:
         return numbers.astype(np.int32)
 
 
-def folded(rows: int, samples: int) -> str | None:
+def folded(rows: int, samples: int, second: int = 0) -> str | None:
     """Return a remark that a batch axis does not hold one row per sample; None if it does."""
     if not samples or rows == samples:
         return None
+    if rows == second:
+        return "its samples are the second axis of its input (batch_first=False), not the first"
     if rows % samples == 0:
         return f"its batch axis holds {counted(rows // samples, 'row')} per sample (heads or windows)"
     return f"its batch axis holds {counted(rows, 'row')}, but the batch has {counted(samples, 'sample')}"

@@ -138,11 +138,7 @@ class Run:
         if self._loaded.external:
             layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
         rows = call.q.shape[0]
-        if (problem := folded(rows, self._batch)) is not None:
-            if rows == self._second:
-                problem = (
-                    "its samples are the second axis of the inputs (batch_first=False), whose first was taken"
-                )
+        if (problem := folded(rows, self._batch, self._second)) is not None:
             self.audit.remarks[Remark(call.module, f"{problem}: {counted_as(rows, self._batch)}")] += 1
         remark_path(call, self.audit)
         try:

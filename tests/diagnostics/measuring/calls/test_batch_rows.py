@@ -137,7 +137,8 @@ def test_a_capture_says_of_a_batch_axis_of_something_else_what_a_measurement_say
     model = SequenceFirst().eval()
     with semdiag.capture(model) as calls:
         model(x)
-    said = "its batch axis holds 12 rows, but the batch has 5 samples: each row counts as a sample"
+    said = "its samples are the second axis of its input (batch_first=False), not the first"
+    said += ": each row counts as a sample"
     assert calls.audit["reason"].tolist() == semdiag.measure(model, x).remarks["text"].tolist() == [said]
 
 
