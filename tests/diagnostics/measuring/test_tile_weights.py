@@ -75,3 +75,68 @@ def test_bad_input_is_one_line(model, kinds, k, said):
     with pytest.raises(InputError, match=said):
         semdiag.tiles(model, BATCH, kinds, k)
     assert math.isfinite(k)
+
+
+class Causal(nn.Module):
+    """Two causal heads over padded texts, whose tokens are behind the padding."""
+
+    def __init__(self, padding):
+        super().__init__()
+        self.map, self.padding = nn.Linear(16, 48, dtype=torch.float64), padding
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.map(x).chunk(3, -1))
+        places = torch.arange(x.shape[1])
+        seen = (places >= self.padding[: len(x), None, None, None]) & (places <= places[:, None])
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return mixed.nan_to_num().transpose(1, 2).flatten(2)
+
+
+def other_blocks_found(rule, call, head):
+    """Sums over tiles that drop a block: exact blocks but their own that are kept, by chance, and all of these."""
+    sums = [0.0, 0.0, 0.0]
+    seen = call.part().allowed[:, 0]
+    exact, kept = (mask_of(each, call)[:, head] for each in (TopK(rule.k, block=4, query_block=4), rule))
+    for text in range(len(seen)):
+        start = int(seen[text].any(0).int().argmax())
+        groups = [range(at, min(at + 4, 22)) for at in range(start, 22, 4)]
+        for number, tile in enumerate(groups):
+            there = [
+                {
+                    m
+                    for m, keys in enumerate(groups)
+                    if any(mask[text, i, j] and seen[text, i, j] for i in tile for j in keys)
+                }
+                for mask in (exact, kept, seen)
+            ]
+            if there[0] == there[2]:
+                continue
+            best, mine, visible = (some - {number} for some in there)
+            sums[0] += len(best & mine)
+            sums[1] += len(best) * len(mine) / len(visible)
+            sums[2] += len(best)
+    return sums
+
+
+@pytest.mark.parametrize("padding", [torch.tensor([0, 0, 0]), torch.tensor([0, 3, 6])])
+@pytest.mark.parametrize("name", ["mean", "last"])
+def test_recall_leaves_out_a_tile_s_own_blocks_and_chance_stands_beside_it(name, padding):
+    """They are always kept: with one other block of two kept, nothing found counted as two thirds."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        causal = Causal(padding)
+    found = semdiag.tiles(causal, BATCH, [f"tile-4x4-{name}"], k=[4, 8, 12]).set_index(["k", "head"])
+    calls = []
+    with torch.no_grad(), watch_attention(causal, calls.append):
+        causal(BATCH)
+    for (k, head), row in found.iterrows():
+        common, drawn, exact = other_blocks_found(
+            TopK(k // 4, block=4, query_block=4, estimate=name), calls[0], head
+        )
+        if not exact:  # one block is the tile's own
+            assert k == 4
+            assert row[["recall", "chance"]].isna().all()
+            continue
+        assert row["recall"] == pytest.approx(common / exact, abs=1e-12)
+        assert row["chance"] == pytest.approx(drawn / exact, abs=1e-12)
+        assert 0 < row["chance"] < 1

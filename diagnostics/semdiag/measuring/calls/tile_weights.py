@@ -24,10 +24,11 @@ TILES = Table(
     "One row per kind of choice, k, layer and head of a model that runs as it is. Shares: keys, of the visible "
     "pairs of a query and a key that are kept; weight, of the attention weight that they hold; exact_weight, that "
     "of as many blocks with the largest weight; top_weight, that of the k largest keys of each query; recall, of "
-    "the exact blocks that are kept, over tiles that drop some (NaN: none does).",
+    "the exact blocks that are kept, without those of a tile's own positions, over tiles that drop some (NaN: "
+    "none does); chance, the recall of as many other blocks drawn at random.",
     {"model": "str", "length": "int64", "kind": "str", "k": "int64", "module": "str"}
     | dict.fromkeys(("layer", "head"), "int64")
-    | dict.fromkeys(("keys", "weight", "exact_weight", "top_weight", "recall"), "float64"),
+    | dict.fromkeys(("keys", "weight", "exact_weight", "top_weight", "recall", "chance"), "float64"),
 )
 
 
@@ -52,6 +53,7 @@ class TileWeights:
             assert tiles.found is not None
             weight, pairs = tiles.found.weight[:, :, :-1], tiles.found.pairs[:, :, :-1]
             seen, exact, heads = pairs > 0, tiles.found.ranking("weight"), call.q.shape[1]
+            others = seen if tiles.own is None else seen & ~tiles.own[:, None]
             for kind, k, rule in self._rules:
                 if (rule.query_block, rule.block) != size:
                     continue
@@ -64,9 +66,8 @@ class TileWeights:
                     values = exact if rule.estimate is None else tiles.estimates(rule.estimate)
                     kept, best = (tiles.best(x, seen, number, heads) for x in (values, exact))
                     top = _top_weight(choice, tiles, k)
-                drops = (best.sum(-1) < seen.sum(-1))[..., None]
                 parts = [pairs * kept, pairs, weight * kept, weight * best, weight]
-                parts += [kept & best & drops, best & drops]
+                parts += _found(kept, best, others & (best.sum(-1) < seen.sum(-1))[..., None])
                 sums = torch.stack([*(x.double().sum((0, 2, 3)) for x in parts), top.to(seen.device)]).cpu()
                 place = (kind, k, call.module, call.layer)
                 self._sums[place] = sums + self._sums.get(place, 0)
@@ -75,12 +76,19 @@ class TileWeights:
         """Return a row for each kind, k, layer and head."""
         rows: list[dict[str, Any]] = []
         for (kind, k, module, layer), sums in self._sums.items():
-            for head, (part, whole, kept, best, weight, common, wanted, top) in enumerate(sums.T.tolist()):
-                recall = common / wanted if wanted else math.nan
-                shares = [part / whole, kept / weight, best / weight, top / weight, recall]
+            for head, (part, whole, kept, best, weight, common, drawn, exact, top) in enumerate(sums.T.tolist()):
+                recalls = [common / exact, drawn / exact] if exact else [math.nan] * 2
+                shares = [part / whole, kept / weight, best / weight, top / weight, *recalls]
                 place = [model, self._length, kind, k, module, layer, head]
                 rows.append(dict(zip(TILES.columns, [*place, *shares], strict=True)))
         return TILES.of_rows(rows)
+
+
+def _found(kept: Tensor, exact: Tensor, others: Tensor) -> list[Tensor]:
+    """Return, by tile and block, the exact blocks among the others: kept ones, those that chance keeps, all."""
+    exact = exact & others
+    share = (kept & others).sum(-1, keepdim=True) / others.sum(-1, keepdim=True).clamp(min=1).double()
+    return [kept & exact, exact * share, exact]
 
 
 def _top_weight(choice: Choice, tiles: Tiles, k: int) -> Tensor:

@@ -20,7 +20,7 @@ from semdiag.presenting.tables import NEVER, Column, NumberTable
 NO_MASK = "none"
 ENOUGH = 0.5  # share of the texts in which the model as it is must be right, so that masks are judged
 _PLACE = ["model", "task", "length", "distance"]
-_OF_TILES = ["keys", "weight", "exact_weight", "top_weight", "recall"]
+_OF_TILES = ["keys", "weight", "exact_weight", "top_weight", "recall", "chance"]
 _FACTS = ["right", "texts", "accuracy", "low", "high", "judged", "as_it_is", "perplexity_change"]
 
 
@@ -114,7 +114,7 @@ _TILES = (
     Column("kind", form=text), Column("k", form=plain), Column("length", form=plain, drop=1),
     Column("keys", form=percent), Column("weight", form=percent, drop=NEVER),
     Column("exact_weight", "of exact blocks", percent), Column("top_weight", "of top-k keys", percent),
-    Column("recall", "blocks found", percent),
+    Column("recall", "other blocks found", percent), Column("chance", "by chance", percent),
 )  # fmt: skip
 _COLUMNS = (
     Column("task", form=text), Column("length", form=plain), Column("distance", form=plain),
