@@ -7,7 +7,7 @@
     python experiments/concentration.py judge experiments/concentration --out reports/concentration
 
 ``run`` writes a table for every block (task, attention, four seeds) when it ends, and leaves out those that have
-one. ``judge`` gives a verdict for each task of which every registered run is there.
+one. ``judge`` compares two attentions on a task when all their registered runs are there.
 """
 
 import argparse
@@ -204,9 +204,13 @@ Block = tuple[str, str, tuple[int, ...]]
 def registered() -> list[Block]:
     """Return task, attention and seeds of all blocks, in the order in which they are trained."""
     groups = [SEEDS[i : i + AT_ONCE] for i in range(0, len(SEEDS), AT_ONCE)]
-    first = [(task, attention, seeds) for seeds in groups for task in PRIMARY for attention in ATTENTIONS]
-    rest = [(task, attention, seeds) for task in TASKS[2:] for seeds in groups for attention in ATTENTIONS]
-    return first + rest
+    return [
+        (task, attention, seeds)
+        for task in TASKS
+        for attentions in ((TOP, MATCHED, HALF), (STRAIGHT, FULL))
+        for seeds in groups
+        for attention in attentions
+    ]
 
 
 def file_of(folder: Path, block: Block) -> Path:
@@ -278,12 +282,13 @@ def differences(area: pd.DataFrame) -> pd.DataFrame:
     """Return every attention's area less that of top-5 and of full attention: mean and t-interval over seeds."""
     rows = []
     for task, own in area.groupby("task", sort=False):
-        for less in (TOP, FULL):
-            for attention in own.columns.drop(less):
-                change = (own[attention] - own[less]).dropna().to_numpy(np.float64)
-                found = t_interval(change) if len(change) > 1 else UNKNOWN
-                facts = {"task": task, "attention": attention, "less": less, "pairs": len(change)}
-                rows.append({**facts, "estimate": found.estimate, "low": found.low, "high": found.high})
+        there = own.dropna(axis=1, how="all")
+        pairs = [(name, less) for less in (TOP, FULL) for name in ATTENTIONS if name != less]
+        for attention, less in (pair for pair in pairs if set(pair) <= set(there.columns)):
+            change = (there[attention] - there[less]).dropna().to_numpy(np.float64)
+            found = t_interval(change) if len(change) > 1 else UNKNOWN
+            facts = {"task": task, "attention": attention, "less": less, "pairs": len(change)}
+            rows.append({**facts, "estimate": found.estimate, "low": found.low, "high": found.high})
     return pd.DataFrame(rows)
 
 
@@ -322,33 +327,34 @@ def answer(expected: str, found: Interval) -> str:
 def explanations(table: pd.DataFrame) -> pd.DataFrame:
     """Return, by task and explanation, what the intervals say of each thing that it expects."""
     rows = []
-    against_top = table[table["less"] == TOP].set_index(["task", "attention"])
-    for task in dict.fromkeys(against_top.index.get_level_values("task")):
-        for name, expectations in EXPLANATIONS.items():
-            for attention, expected in expectations.items():
-                found = Interval(*against_top.loc[(task, attention), ["estimate", "low", "high"]])
-                facts = {"task": task, "explanation": name, "attention": attention, "expected": expected}
-                rows.append({**facts, "found": said(found), "answer": answer(expected, found)})
+    for row in table[table["less"] == TOP].to_dict("records"):
+        found = Interval(row["estimate"], row["low"], row["high"])
+        facts = {"task": row["task"], "attention": row["attention"], "found": said(found)}
+        rows += [
+            {**facts, "explanation": name, "expected": expected, "answer": answer(expected, found)}
+            for name, expectations in EXPLANATIONS.items()
+            if (expected := expectations.get(row["attention"]))
+        ]
     return pd.DataFrame(rows)
 
 
-def missing_runs(table: pd.DataFrame) -> dict[str, int]:
-    """Return how many runs of each task have no table."""
-    counts = runs_of(table)["task"].value_counts()
-    return {task: len(ATTENTIONS) * len(SEEDS) - int(counts.get(task, 0)) for task in TASKS}
+def missing_runs(table: pd.DataFrame) -> dict[tuple[str, str], int]:
+    """Return how many runs of each task and attention have no table."""
+    counts = runs_of(table).groupby(["task", "attention"]).size().to_dict()
+    return {(task, name): len(SEEDS) - int(counts.get((task, name), 0)) for task in TASKS for name in ATTENTIONS}
 
 
 def judge(records: Path, out: Path) -> None:
-    """Write what the registration asks of the tasks whose runs are all there."""
+    """Write what the registration asks of the attentions of which all runs of a task are there."""
     table = pd.read_parquet(records / "epochs.parquet")
     missing = missing_runs(table)
-    for task, count in missing.items():
+    for (task, attention), count in missing.items():
         if count:
-            print(f"{task}: {count} runs are missing, no verdict. Go on: concentration.py run runs/concentration")
-    whole = table[[not missing[task] for task in table["task"]]]
-    if not len(whole):
+            print(f"{task}, {attention}: {count} runs are missing, no comparison. Go on: concentration.py run")
+    whole = table[[not missing[key] for key in zip(table["task"], table["attention"], strict=True)]]
+    found = differences(areas(whole)) if len(whole) else pd.DataFrame()
+    if not len(found):
         return
-    found = differences(areas(whole))
     answers = explanations(found)
     last = whole[whole["epoch"] == EPOCHS]
     moments = whole[whole["epoch"].isin([0, EPOCHS])]

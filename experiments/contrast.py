@@ -6,7 +6,7 @@
     python experiments/contrast.py judge experiments/contrast --out reports/contrast
 
 ``run`` goes on where it was stopped, in the middle of a run, too. ``collect`` packs the records of finished runs.
-``judge`` gives a verdict for each task of which every registered run is there.
+``judge`` compares two attentions on a task when all their registered runs are there.
 """
 
 import argparse
@@ -43,6 +43,15 @@ LITTLE = math.log(1.25)  # areas that differ by less than a quarter
 APART = 1.25  # training losses by more than this factor are not matched
 FASTER, FACTOR = "full-faster-queries-and-keys", 4.0  # the control, and the factor on the rate of W_q and W_k
 FULL, SHARP, TOP, SHARP_TOP = "full", "full-times-4", "topk-5", "topk-5-times-4"
+PRIMARY = SHARP, TOP, SHARP_TOP, FULL
+TURNS = {
+    SHARP: 0,
+    TOP: 0,
+    SHARP_TOP: 1,
+    FULL: 2,
+    "full-times-2": 3,
+    "full-times-8": 3,
+}  # in which order they are run
 COMPARISONS = (  # the first is the primary one
     (SHARP, TOP),
     (SHARP_TOP, SHARP),
@@ -60,17 +69,14 @@ SAMPLES = 50  # held-out inputs on which they are measured
 def registered() -> list[tuple[str, str, int, SweepRun]]:
     """Return task, attention, seed and run of the whole study, in the order in which they are trained."""
     runs = [(run.training.task, attention_of(run), run.training.seed, run) for run in read_sweep(SWEEP)]
+    tasks = list(dict.fromkeys(task for task, *_ in runs))
+    runs.sort(key=lambda each: (each[1] not in PRIMARY, tasks.index(each[0]), TURNS[each[1]]))
     control = [
         (task, FASTER, seed, replace(run, name=f"{run.name}-faster-queries-and-keys"))
         for task, attention, seed, run in runs
         if (task, attention) == ("even-pairs", FULL)
     ]
     return [*runs, *control]
-
-
-def primary_runs() -> list[tuple[str, str, int, SweepRun]]:
-    """Return the runs that the verdict of a task needs: full and top-5, sharper or not."""
-    return [each for each in registered() if each[1] in (FULL, SHARP, TOP, SHARP_TOP)]
 
 
 class FasterQueriesAndKeys:
@@ -237,6 +243,9 @@ def said(found: Interval) -> str:
     return "; ".join(parts) or "these runs cannot tell"
 
 
+COLUMNS = "task", "attention", "less", "quantity", "pairs", "estimate", "low", "high", "seeds"
+
+
 def differences(runs: dict[Key, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Compare the attentions on each task, seed by seed: a row for each pair and quantity."""
     for task in dict.fromkeys(task for task, _, _ in runs):
@@ -248,44 +257,45 @@ def differences(runs: dict[Key, dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 values = np.array([each[quantity] for each in found])
                 known = values[np.isfinite(values)]
                 mean = t_interval(known) if len(known) > 1 else UNKNOWN
-                yield {
-                    "task": task, "attention": first, "less": second, "quantity": quantity, "pairs": len(known),
-                    "estimate": mean.estimate, "low": mean.low, "high": mean.high,
-                    "seeds": " ".join(map(str, np.array(pairs)[np.isfinite(values)])),
-                }  # fmt: skip
+                named = " ".join(map(str, np.array(pairs)[np.isfinite(values)]))
+                numbers = (len(known), mean.estimate, mean.low, mean.high, named)
+                yield dict(zip(COLUMNS, (task, first, second, quantity, *numbers), strict=True))
 
 
-def missing_runs(records: Path, runs: dict[Key, Any]) -> dict[str, int]:
-    """Return how many primary runs of each task have neither ended nor diverged."""
+def missing_runs(records: Path, runs: dict[Key, Any]) -> dict[tuple[str, str], int]:
+    """Return how many runs of each task and attention have neither ended nor diverged."""
     file = records / "diverged.csv"
     diverged = set(pd.read_csv(file).itertuples(index=False, name=None)) if file.exists() else set()
-    left = [each[:3] for each in primary_runs() if each[:3] not in runs and each[:3] not in diverged]
-    return {task: sum(name == task for name, _, _ in left) for task, *_ in primary_runs()}
+    missing = dict.fromkeys(((task, attention) for task, attention, *_ in registered()), 0)
+    for task, attention, seed, _ in registered():
+        if (task, attention, seed) not in runs and (task, attention, seed) not in diverged:
+            missing[task, attention] += 1
+    return missing
 
 
 def judge(records: Path, out: Path) -> None:
-    """Write what the registration asks of the tasks whose primary runs are all there."""
+    """Write what the registration asks of the attentions of which all runs of a task are there."""
     runs = read(records)
     missing = missing_runs(records, runs)
-    whole = {key: run for key, run in runs.items() if not missing[key[0]]}
-    out.mkdir(parents=True, exist_ok=True)
-    for task, count in missing.items():
+    for (task, attention), count in missing.items():
         if count:
-            print(f"{task}: {count} primary runs are missing, no verdict. Go on: contrast.py run runs/contrast")
-    if not whole:
+            print(f"{task}, {attention}: {count} runs are missing, no comparison. Go on: contrast.py run")
+    whole = {key: run for key, run in runs.items() if not missing[key[:2]]}
+    table = pd.DataFrame(differences(whole), columns=list(COLUMNS))
+    if not len(table):
         return
-    rows = [dict(zip(("task", "attention", "seed"), key, strict=True)) | outcome_of(run, key[0])
-            for key, run in whole.items()]  # fmt: skip
-    pd.DataFrame(rows).to_csv(out / "runs.csv", index=False, float_format="%.6g")
-    table = pd.DataFrame(differences(whole))
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes = [
+        dict(zip(("task", "attention", "seed"), key, strict=True)) | outcome_of(run, key[0])
+        for key, run in whole.items()
+    ]
+    pd.DataFrame(outcomes).to_csv(out / "runs.csv", index=False, float_format="%.6g")
     table.to_csv(out / "differences.csv", index=False, float_format="%.6g")
-    primary = table[(table["attention"] == SHARP) & (table["less"] == TOP) & (table["quantity"] == "ln_area")]
-    verdicts = primary.assign(
-        verdict=[said(Interval(*row)) for row in primary[["estimate", "low", "high"]].values]
-    )
-    verdicts.drop(columns=["attention", "less", "quantity"]).to_csv(out / "verdicts.csv", index=False,
-                                                                   float_format="%.6g")  # fmt: skip
-    print(verdicts[["task", "pairs", "estimate", "low", "high", "verdict"]].to_string(index=False))
+    primary = table.query("attention == @SHARP and less == @TOP and quantity == 'ln_area'")
+    verdicts = [said(Interval(*row)) for row in primary[["estimate", "low", "high"]].to_numpy()]
+    answers = primary.drop(columns=["attention", "less", "quantity"]).assign(verdict=verdicts)
+    answers.to_csv(out / "verdicts.csv", index=False, float_format="%.6g")
+    print(answers.to_string(index=False, float_format="{:.3f}".format))
     hours = sum(float(run["seconds"].sum()) for run in runs.values()) / 3600
     print(f"{len(runs)} of {len(registered())} runs have ended, {hours:.2f} hours by their clocks.")
 

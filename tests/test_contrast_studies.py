@@ -29,7 +29,8 @@ def test_the_runs_of_contrast_are_those_registered():
     assert {run.training.epochs for task, _, _, run in study if task == "cycle-navigation"} == {300}
     sizes = {(run.model.blocks, run.model.width, run.model.length, run.training.until) for *_, run in study}
     assert sizes == {(5, 64, 40, 0.99)}
-    assert [each[:3] for each in study[:61]] == [each[:3] for each in contrast.primary_runs()]
+    assert {attention for _, attention, _, _ in study[:61]} == set(contrast.PRIMARY)
+    assert {each[:2] for each in study[:16]} == {("even-pairs", name) for name in contrast.COMPARISONS[0]}
 
 
 @pytest.mark.slow
@@ -167,12 +168,12 @@ def test_a_planted_ratio_of_areas_is_found_with_its_sign():
     assert matched == pytest.approx(0, abs=1e-12)
 
 
-def test_a_task_with_a_missing_run_has_no_verdict(tmp_path, capsys):
+def test_attentions_with_a_missing_run_are_not_compared(tmp_path, capsys):
     contrast.judge(tmp_path, tmp_path / "out")
-    said = capsys.readouterr().out
-    assert "even-pairs: 32 primary runs are missing, no verdict." in said
-    assert "cycle-navigation: 9 primary runs" in said
-    assert not (tmp_path / "out" / "verdicts.csv").exists()
+    told = capsys.readouterr().out
+    assert "even-pairs, topk-5: 8 runs are missing, no comparison." in told
+    assert "cycle-navigation, full-times-4: 3 runs" in told
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -211,9 +212,12 @@ def test_planted_areas_give_each_explanation_its_answer(tmp_path):
         ("selective gradients", concentration.MATCHED): "contradicted",
         ("selective gradients", concentration.STRAIGHT): "contradicted",
     }
-    table.to_parquet(tmp_path / "epochs.parquet")
+    gone = (table["attention"] == concentration.STRAIGHT) & (table["seed"] == concentration.SEEDS[-1])
+    table[~gone].to_parquet(tmp_path / "epochs.parquet")
     concentration.judge(tmp_path, tmp_path / "out")
-    assert (pd.read_csv(tmp_path / "out" / "verdicts.csv")["task"] == "even-pairs").all()
+    judged = pd.read_csv(tmp_path / "out" / "verdicts.csv")
+    assert set(judged["attention"]) == {concentration.MATCHED, concentration.HALF}
+    assert (judged["task"] == "even-pairs").all()
 
 
 def tiny_run(epochs):
