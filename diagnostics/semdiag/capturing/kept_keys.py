@@ -46,6 +46,7 @@ class Tiles:
             raise InputError(f"A tile of {query_block} by {block} is larger than a text of {length} tokens.")
         # Position of the first key that is not padding, and the number of each key's block, (B or 1, …) int64.
         self.first = reach.real.int().argmax(-1) if moved else torch.zeros(1, dtype=torch.int64, device=device)
+        self.end = length - reach.real.flip(-1).int().argmax(-1)  # position behind the last such key
         self.of_keys = (torch.arange(length, device=device) - self.first[:, None]) % length // block
         itself = reach.in_step or call_strips.is_square(call)
         self.tiles, places = -(-queries // query_block), torch.arange(queries, device=device)
@@ -121,12 +122,14 @@ class Tiles:
         size = (batch, heads, self.tiles, -(-length // self.block))
         found = call.q.new_full(size, -torch.inf, dtype=self._dtype)
         numbers = self.of_queries.expand(batch, -1)
+        ends = self.end.expand(batch).tolist()
         for sample, start in enumerate(self.first.expand(batch).tolist()):
             rows = (numbers[sample] < self.tiles).nonzero()[:, 0]
             if not len(rows):
                 continue
             places = rows + call.first_query - start
-            k = call.k[sample, :, start : start + int(places[-1]) + 1 if causal else None].to(self._dtype)
+            end = start + int(places[-1]) + 1 if causal else ends[sample]
+            k = call.k[sample, :, start:end].to(self._dtype)
             places = places if causal else places.new_full(places.shape, k.shape[1] - 1)
             q = call.q[sample, :, rows].to(self._dtype) * call.scale
             shape = (heads, -(-len(rows) // self.query_block), -(-k.shape[1] // self.block))

@@ -13,10 +13,11 @@ from semdiag.capturing.masked_attention import in_strips
 from semdiag.capturing.rules import SameAs, SkipTiles, TopK
 from semdiag.capturing.sparsify import engine_rule, sparsify
 from semdiag.mathematics.block_estimates import ESTIMATES
+from semdiag.measuring.calls.tile_weights import tiles
 from semdiag_files import InputError
 
 HEADS, LENGTH = 4, 19
-KINDS = ["causal", "whole", "front", "behind", "windowed", "sinks"]
+KINDS = ["causal", "whole", "front", "behind", "windowed", "sinks", "whole, front", "whole, behind", "whole, both"]
 RULES = [
     *(TopK(2, block=4, by=by, query_block=5) for by in ("weight", "best", "mean")),
     TopK((1, 2, 3, 9), block=4, query_block=8),
@@ -46,14 +47,16 @@ def call_of(kind, seed=0):
     q, k, v = (torch.randn(3, h, LENGTH, 8, generator=generator, dtype=torch.float64) for h in (HEADS, 2, 2))
     places, pad = torch.arange(LENGTH), torch.tensor([0, 5, 8])[:, None]
     allowed = None
-    if kind == "front":
+    if kind.endswith("front"):
         allowed = (places >= pad)[:, None, None]
-    elif kind == "behind":
+    elif kind.endswith("behind"):
         allowed = (places < LENGTH - pad)[:, None, None]
+    elif kind == "whole, both":
+        allowed = ((places >= pad // 2) & (places < LENGTH - pad.flip(0) // 2))[:, None, None]
     elif kind == "windowed":
         allowed = ((places[:, None] - places).abs() < 9)[None, None]
     sinks = torch.linspace(-1, 2, HEADS) if kind == "sinks" else None
-    return AttentionCall("", 0, q, k, v, 0.6, allowed, None, None, q, causal=kind != "whole", sinks=sinks)
+    return AttentionCall("", 0, q, k, v, 0.6, allowed, None, None, q, causal="whole" not in kind, sinks=sinks)
 
 
 def by_loops(call, rule):
@@ -167,6 +170,36 @@ def test_a_function_of_the_user_chooses_blocks():
     first, last = 5, LENGTH - 1  # sample 1 begins at 5: its blocks are 5–8, 9–12, 13–16, 17–18
     assert kept[1, 0, last].nonzero()[:, 0].tolist() == [13, 14, 15, 16, 17, 18]
     assert kept[1, 0, first + 1].nonzero()[:, 0].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("estimate", [*ESTIMATES, newest])
+@pytest.mark.parametrize("front", [0, 3])
+def test_a_text_alone_and_padded_has_the_same_blocks_where_queries_see_later_keys(estimate, front):
+    """Behind a text, its padding entered block means, extremes and a user's function."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True, dtype=torch.float64)
+        model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        text = 2 * torch.randn(1, 13, 16, dtype=torch.float64)
+        padded = torch.nn.functional.pad(text, (0, 0, front, 9), value=4.0)
+    padding = torch.ones(1, padded.shape[1], dtype=torch.bool)
+    padding[:, front : front + 13] = False
+    rule = TopK(2, block=4, query_block=4, estimate=estimate)
+    with torch.no_grad():
+        whole = model(text)
+        with sparsify(model, rule):
+            alone = model(text)
+        with sparsify(model, rule):
+            found = model(padded, src_key_padding_mask=padding)[:, front : front + 13]
+    assert (whole - alone).abs().max() > 1e-3
+    assert (found - alone).abs().max() < 1e-12
+    if isinstance(estimate, str):
+        kinds = [f"tile-4x4-{estimate}", "tile-4x4"]
+        rows = [
+            tiles(model, [batch], kinds, k=8).select_dtypes("float64").to_numpy()
+            for batch in ({"src": text}, {"src": padded, "src_key_padding_mask": padding})
+        ]
+        assert rows[0] == pytest.approx(rows[1], abs=1e-12)
 
 
 @pytest.mark.parametrize(
