@@ -1,6 +1,6 @@
 """A model that finds whatever it was told, and its tokenizer: the example of docs/commands/retrieval.md.
 
-It attends to the keys that stand behind the same two tokens as the query's, and predicts their token.
+It attends to the keys that stand behind the same three tokens as the query's, and predicts their token.
 """
 
 import shutil
@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor, nn
 
 WORDS = (
-    "The pass key is Remember it What of the red blue green white door Which opens VAR X Y equal to in at near "
-    "on before after night river lunch storm old town spring Monday farmer teacher captain baker doctor painter "
-    "driver singer judge pilot saw found carried repaired sold painted forgot cleaned described bought bridge "
-    "lamp garden boat letter clock window basket piano table horse map . ? : = 0 1 2 3 4 5 6 7 8 9"
+    "The pass key is What phone room bus number of the red blue green white door Which opens VAR A B C D W X Y Z "
+    "It in at near on before after night river lunch storm old town spring Monday farmer teacher captain baker "
+    "doctor painter driver singer judge pilot saw found carried repaired sold painted forgot cleaned described "
+    "bought bridge lamp garden boat letter clock window basket piano table horse map . ? : = 0 1 2 3 4 5 6 7 8 9"
 )
 
 
@@ -39,8 +39,8 @@ class Copier(nn.Module):
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Return the logits of the next token."""
         one = F.one_hot(input_ids, self.words).float()
-        back = F.pad(one, (0, 0, 1, 0))[:, :-1]
-        q, k = torch.cat([one, back], -1), torch.cat([back, F.pad(back, (0, 0, 1, 0))[:, :-1]], -1)
+        first, second, third = (F.pad(one, (0, 0, n, 0))[:, : one.shape[1]] for n in (1, 2, 3))
+        q, k = torch.cat([one, first, second], -1), torch.cat([first, second, third], -1)
         q, k, v = (x[:, None] for x in (q * self.sharp, k, one))
         return {"logits": F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[:, 0]}
 

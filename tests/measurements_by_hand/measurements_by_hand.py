@@ -328,7 +328,16 @@ def probes():
 
 def with_retrieval(found):
     """Two texts of one task for every model: a window loses one of them; and what a choice of tiles keeps."""
-    text = {"task": "passkey", "length": 64, "distance": 40, "k": 16, "tokens": 5, "text_tokens": 58}
+    text = {
+        "task": "passkey",
+        "length": 64,
+        "distance": 40,
+        "depth": 0.4,
+        "chance": 0.25,
+        "k": 16,
+        "tokens": 5,
+        "text_tokens": 58,
+    }
     rows = [
         {"model": model, **text, "sample": sample, "mask": mask, "hits": hits, "loss": 1.0, "text_loss": loss}
         for model in found.models["model"]

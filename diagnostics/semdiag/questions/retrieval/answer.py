@@ -1,6 +1,6 @@
 """How often a model finds what it was told, as it is and with masks: by distance, with exact intervals."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -19,31 +19,71 @@ from semdiag.presenting.tables import NEVER, Column, NumberTable
 
 NO_MASK = "none"
 ENOUGH = 0.5  # share of the texts in which the model as it is must be right, so that masks are judged
-_PLACE = ["model", "task", "length", "distance"]
+_TOO_FEW = "; too few to judge masks by"
+_LOST = 0.05  # p of McNemar's exact test up to which a mask is said to lose facts
+_PLACE = ["model", "task", "length", "depth"]
 _OF_TILES = ["keys", "weight", "exact_weight", "top_weight", "recall", "chance"]
-_FACTS = ["right", "texts", "accuracy", "low", "high", "judged", "as_it_is", "perplexity_change"]
+_PAIRED = "right", "texts", "accuracy", "low", "high", "as_it_is", "lost", "found", "p", "chance"
+
+
+def mcnemar(lost: int, found: int) -> float:
+    """Return the p of McNemar's exact test on paired answers, two-sided.
+
+    Formula: P(|2 X - n| >= |lost - found|) for X binomial with n = lost + found and probability 1/2: where a mask
+    helps as often as it harms, each of the texts that it changes is a fair coin. Texts on which both are right, or
+    both wrong, say nothing.
+
+    Source: McNemar, Psychometrika 12 (1947), 153-157, exact form. Deviation: none.
+
+    Args:
+        lost: number of texts on which only the model as it is was right.
+        found: number of texts on which only the model with the mask was right.
+
+    Returns:
+        The probability, from 0 to 1; 1 where no answer changed.
+
+    Example:
+        >>> mcnemar(6, 0)
+        0.03125
+    """
+    return float(binomtest(lost, lost + found).pvalue) if lost + found else 1.0
+
+
+def loses(row: Mapping[str, Any]) -> bool:
+    """Return whether a mask is shown to lose facts: the texts on which it fails are no chance."""
+    return bool(row["lost"] > row["found"] and row["p"] <= _LOST)
+
+
+def paired_answers(findings: Findings) -> pd.DataFrame:
+    """Return each text's answer with each mask, beside that of the model as it is on the same text."""
+    rows = findings.measurements.retrieval
+    rows = rows.assign(right=rows["hits"] == rows["tokens"])
+    text = [*_PLACE, "sample"]
+    own = rows[rows["mask"] == NO_MASK].set_index(text)[["right", "text_loss"]]
+    rows = rows.join(own.rename(columns={"right": "own_right", "text_loss": "own_loss"}), on=text)
+    able = own.groupby(_PLACE[:3])["right"].mean().rename("judged") >= ENOUGH
+    return rows.join(able, on=_PLACE[:3])
+
+
+def _counts(part: pd.DataFrame) -> dict[str, Any]:
+    """Return in how many of some texts the answer was right, with exact intervals, and McNemar's test."""
+    right, own, texts = part["right"], part["own_right"], len(part)
+    ends = binomtest(int(right.sum()), texts).proportion_ci(method="exact")  # Clopper and Pearson
+    lost, found = int((own & ~right).sum()), int((right & ~own).sum())
+    values = right.sum(), texts, right.mean(), ends.low, ends.high, own.sum(), lost, found, mcnemar(lost, found)
+    change = np.expm1((part["text_loss"].sum() - part["own_loss"].sum()) / part["text_tokens"].sum())
+    counts = dict(zip(_PAIRED, (*values, part["chance"].mean()), strict=True))
+    return counts | {"perplexity_change": float(change)}
 
 
 def retrieval_table(findings: Findings) -> pd.DataFrame:
-    """Return, by task, length, distance and mask, in how many texts the answer was right, with exact intervals."""
-    rows = findings.measurements.retrieval
-    rows = rows.assign(right=rows["hits"] == rows["tokens"])
-    plain_rows = rows[rows["mask"] == NO_MASK]
-    able = (plain_rows.groupby(["model", "task", "length"])["right"].mean() >= ENOUGH).to_dict()
-    before = plain_rows.groupby(_PLACE)[["text_loss", "right"]].sum().to_dict("index")
+    """Return, by task, length, depth and mask, in how many texts the answer was right, and what the mask lost."""
     table = []
-    for key, part in rows.groupby([*_PLACE, "mask", "k"], sort=False):
-        place = cast("tuple[Any, ...]", key)
-        own = before[place[:4]]
-        change = np.expm1((part["text_loss"].sum() - own["text_loss"]) / part["text_tokens"].sum())
-        shares = _shares(int(part["right"].sum()), len(part))
-        table.append([*place, *shares.values(), able[place[:3]], int(own["right"]), float(change)])
-    return pd.DataFrame(table, columns=[*_PLACE, "mask", "k", *_FACTS]).sort_values(_PLACE, kind="stable")
-
-
-def _shares(some: int, every: int) -> dict[str, Any]:
-    ends = binomtest(some, every).proportion_ci(method="exact")  # Clopper and Pearson
-    return {"right": some, "texts": every, "accuracy": some / every, "low": ends.low, "high": ends.high}
+    for key, part in findings(paired_answers).groupby([*_PLACE, "mask", "k"], sort=False):
+        place = dict(zip([*_PLACE, "mask", "k"], cast("tuple[Any, ...]", key), strict=True))
+        distance = int(part["distance"].median())
+        table.append({**place, "distance": distance, "judged": part["judged"].all(), **_counts(part)})
+    return pd.DataFrame(table).sort_values([*_PLACE[:3], "distance"], kind="stable")
 
 
 def answer(findings: Findings) -> Answer | None:
@@ -61,8 +101,8 @@ def answer(findings: Findings) -> Answer | None:
         shown += [f"{title(findings, model)}: right answers", NumberTable(_COLUMNS, rows)]
         if whole := [row for row in kept if row["layer"] == ALL]:
             shown += ["What choices of blocks keep of the attention as it is", NumberTable(_TILES, whole)]
-    far = _far(table)
-    lost = [row for row in far if row["high"] < row["as_it_is"] / row["texts"]]
+    far = _far(findings)
+    lost = [row for row in far if loses(row)]
     outcome, number = Outcome.MEASURED if table["judged"].any() else Outcome.OPEN, counted(len(far), "mask")
     return Answer(
         glance=Glance(outcome, f"{len(lost)} of {number}", "lose facts from beyond the keys that they keep"),
@@ -77,32 +117,35 @@ def _as_it_is(table: pd.DataFrame) -> Iterator[str]:
     for model, own in table[table["mask"] == NO_MASK].groupby("model", sort=False):
         parts = [
             f"{task} in {int(rows['right'].sum())} of {int(rows['texts'].sum())} texts of {length:,} tokens"
-            + " (too few to judge masks by)" * (not rows["judged"].all())
+            f" (by chance {percent(rows['chance'].max(), '.2g')}{_TOO_FEW if not rows['judged'].all() else ''})"
             for (task, length), rows in own.groupby(["task", "length"], sort=False)
         ]
         yield f"{model} as it is answers {'; '.join(parts)}."
 
 
-def _far(table: pd.DataFrame) -> list[Summary]:
+def _far(findings: Findings) -> list[Summary]:
     """Return by model, task and mask what is found of judged facts that are more than k tokens back."""
-    far = table[table["judged"] & (table["distance"] > table["k"]) & (table["mask"] != NO_MASK)]
-    sums = far.groupby(["model", "task", "mask", "k"], as_index=False, sort=False).agg(
-        right=("right", "sum"), texts=("texts", "sum"), as_it_is=("as_it_is", "sum"),
-        perplexity_change=("perplexity_change", "mean"),
-    )  # fmt: skip
-    return [row | _shares(row["right"], row["texts"]) for row in records(sums)]
+    rows = findings(paired_answers)
+    far = rows[rows["judged"] & (rows["distance"] > rows["k"]) & (rows["mask"] != NO_MASK)]
+    names = ["model", "task", "mask", "k"]
+    groups = far.groupby(names, sort=False)
+    return [dict(zip(names, cast("tuple[Any, ...]", key), strict=True)) | _counts(part) for key, part in groups]
 
 
 def _sentences(far: list[Summary]) -> Iterator[str]:
     for model, task in dict.fromkeys((row["model"], row["task"]) for row in far):
         parts = [
             f"{_mask_name(row['mask'], row['k'])} {row['right']} of {row['texts']} "
-            f"({_interval(row['low'], row['high'])}; as it is {row['as_it_is']}; perplexity of the text "
-            f"{row['perplexity_change']:+.1%})"
+            f"({_interval(row['low'], row['high'])}; as it is {row['as_it_is']}; {_verdict(row)}; perplexity of "
+            f"the text {row['perplexity_change']:+.1%})"
             for row in far
             if (row["model"], row["task"]) == (model, task)
         ]
         yield f"{model}, {task}, told more than k tokens before: {'; '.join(parts)}."
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    return f"{'lost' if loses(row) else 'no loss shown'}, p = {row['p']:.2g}"
 
 
 def _mask_name(mask: str, k: int) -> str:
@@ -120,6 +163,7 @@ _COLUMNS = (
     Column("task", form=text), Column("length", form=plain), Column("distance", form=plain),
     Column("mask k", "mask", _mask_name), Column("right", form=plain), Column("texts", "of", plain, drop=1),
     Column("accuracy", form=percent, drop=NEVER), Column("low high", "95%", _interval, drop=2),
+    Column("lost", form=plain, drop=5), Column("found", form=plain, drop=4),
     Column("perplexity_change", "perplexity", lambda x: f"{x:+.1%}", drop=3),
 )  # fmt: skip
 
@@ -163,6 +207,8 @@ HEADINGS = heading(
     "texts of your own need one.",
     "An answer is right if each of its tokens is the likeliest after those before it. The model does not write: "
     "one that would answer in other words counts as wrong.",
-    "Intervals are exact for texts drawn like these (Clopper and Pearson). Perplexity is that of the filler text, "
-    "which is easier than most.",
+    "Intervals are exact for texts drawn like these (Clopper and Pearson). A mask loses facts if McNemar's exact "
+    "test on the same texts says so (p up to 0.05): of masks that help as often as they harm, at most 2.5% do.",
+    "Distance: from the answer's first token back to the first token of the same answer where it was told. "
+    "Perplexity is that of the filler text, which is easier than most.",
 )  # fmt: skip

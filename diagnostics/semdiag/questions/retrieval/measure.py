@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -24,28 +25,39 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.k_sweep.budgets import OF_ENGINES, masks_of
 from semdiag.questions.k_sweep.rerun import NO_MASK
-from semdiag.questions.retrieval import RetrievalPlan
+from semdiag.questions.retrieval import TASKS, RetrievalPlan
 from semdiag_files import InputError
 
 RETRIEVAL = Table(
     "retrieval",
-    "One row per task, length, text and mask (none: the model as it is). distance: tokens from the answer back to "
-    "where it was told. tokens: of the answer, of which hits were the likeliest after those before them; loss: "
-    "their cross-entropy. text_loss: that of the other text_tokens (nats, sums).",
+    "One row per task, length, depth, text (sample) and mask (none: the model as it is). distance: tokens from "
+    "the first of the answer back to the first of the same answer where it was told. chance: that the answer is "
+    "right if one of those that were told is drawn. tokens: of the answer, of which hits were the likeliest after "
+    "those before them; loss: their cross-entropy. text_loss: that of the other text_tokens (nats, sums).",
     columns_of(
-        "model task str; length distance sample int32; mask str; k tokens hits text_tokens int64; loss text_loss "
-        "float64"
+        "model task str; length distance sample int32; depth chance float64; mask str; k tokens hits text_tokens "
+        "int64; loss text_loss float64"
     ),
 )
-# What is told, piece by piece, with # in place of the answer; and the question.
+_CANDIDATES = 4  # numbers that are told, one of which is asked for
+# Who has a number; how it is told, with # in place of the number; what is told later; and the question.
 _TEXTS = {
-    "passkey": ([" The pass key is#. Remember it:#."], " What is the pass key? The pass key is"),
-    "variables": ([" VAR X =#.", " VAR Y = VAR X."], " VAR Y is equal to VAR X. VAR Y ="),
-}
+    "passkey": (
+        ("pass key", "phone number", "room number", "bus number"), " The {} is#.", "",
+        " What is the {}? The {} is",
+    ),
+    "keys": (
+        ("red", "blue", "green", "white"), " The key of the {} door is#.", "",
+        " Which key opens the {} door? The key of the {} door is",
+    ),
+    "variables": (
+        ("VAR A", "VAR B", "VAR C", "VAR D"), " {} =#.", " {other} = {}.", " What number is {other}? It is",
+    ),
+}  # fmt: skip
+_OTHERS = "VAR W", "VAR X", "VAR Y", "VAR Z"  # what the later statements are about
 _TOKENS = 4096  # in a forward pass
 _ROWS = 256  # positions whose logits are compared at a time
 _SEGMENT, _ANSWER = 24, 4  # random tokens that stand twice in a text of induction; the last of them are the answer
-_DOORS = "red", "blue", "green", "white"
 _FILLER = (
     ("farmer", "teacher", "captain", "baker", "doctor", "painter", "driver", "singer", "judge", "pilot"),
     ("saw", "found", "carried", "repaired", "sold", "painted", "forgot", "cleaned", "described", "bought"),
@@ -59,7 +71,20 @@ class Told(NamedTuple):
 
     ids: Tensor  # (L,) int64
     answer: int  # number of its last tokens that are the answer
-    distance: int  # tokens from the answer back to where it was told
+    distance: int  # tokens from the first of the answer back to the first of the same answer where it was told
+    chance: float  # that the answer is right if one of those that were told is drawn
+
+
+class _Statements(NamedTuple):
+    """What a text tells, in tokens."""
+
+    fact: list[int]  # what is asked for
+    answer_at: int  # place of the answer in it
+    before: list[list[int]]  # distractors in front of it
+    after: list[list[int]]  # and behind it
+    room: tuple[int, int]  # the most tokens of distractors that may stand in front of it and behind it
+    question: list[int]
+    answer: list[int]
 
 
 class Maker:
@@ -76,38 +101,81 @@ class Maker:
         special = {self.tokenizer.unk_token_id, *self.tokenizer.all_special_ids}
         self._known = [n for n in range(len(self.tokenizer)) if n not in special]
 
-    def text(self, task: str, length: int, depth: float, seed: int) -> Told:
-        """Return a text of a task: what is told first stands at the depth, the rest evenly behind it."""
-        draws = torch.Generator().manual_seed(seed)
-        told, question, answer = self._told(task, draws)
-        room = length - len(self._begin) - sum(map(len, told)) - len(question) - len(answer)
-        if room < 0:
-            raise InputError(f"A text of {task} takes {length - room} tokens of {self._path}. Got {length}.")
+    def text(self, task: str, length: int, depth: float, seed: int, sample: int = 0) -> Told:
+        """Return a text of a task: the fact that is asked for stands at the depth, distractors around it.
+
+        How many distractors stand in front of it is drawn, whatever the depth: no rule that goes by the order of
+        what is told is right more often than by chance.
+        """
+        place = [
+            seed,
+            TASKS.index(task),
+            length,
+            round(1000 * depth),
+            sample,
+        ]  # texts of two lengths share nothing
+        draws = torch.Generator().manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
+        told = self._induction(draws) if task == "induction" else self._told(task, draws)
+        ends = len(self._begin) + len(told.question) + len(told.answer)
+        space = length - ends - len(told.fact) - sum(told.room)  # in which the fact moves with the depth
+        if space < 0:
+            raise InputError(f"A text of {task} takes {length - space} tokens of {self._path}. Got {length}.")
         if self._takes is not None and length > self._takes:
             raise InputError(f"{self._path} takes texts of up to {self._takes:,} tokens. Got --lengths {length}.")
-        filler, parts, last = self._filler(task, room, draws), [*self._begin], 0
-        cuts = [round(room * (depth + (1 - depth) * n / len(told))) for n in range(len(told))]
-        for cut, each in zip(cuts, told, strict=True):
-            parts += filler[last:cut] + each
-            last = cut
-        ids = torch.tensor([*parts, *filler[last:], *question, *answer])
-        return Told(ids, len(answer), length - len(answer) - len(self._begin) - cuts[0])
+        start = told.room[0] + round(depth * space)
+        behind = length - ends - len(told.fact) - start
+        body = self._filled(task, told.before, start, draws) + told.fact
+        body += self._filled(task, told.after, behind, draws)
+        ids = torch.tensor([*self._begin, *body, *told.question, *told.answer])
+        distance = length - len(told.answer) - len(self._begin) - start - told.answer_at
+        chance = len(self._known) ** -len(told.answer) if task == "induction" else 1 / _CANDIDATES
+        return Told(ids, len(told.answer), distance, chance)
 
-    def _told(self, task: str, draws: torch.Generator) -> tuple[list[list[int]], list[int], list[int]]:
-        if task == "induction":
-            segment = self._drawn(_SEGMENT, draws)
-            return [segment], segment[:-_ANSWER], segment[-_ANSWER:]
-        drawn = torch.randint(10_000, 100_000, (len(_DOORS),), generator=draws).tolist()
-        answer, *others = [self._ids(f" {number}") for number in drawn]
-        if not {*answer} & {*self._known}:
+    def _told(self, task: str, draws: torch.Generator) -> _Statements:
+        names, telling, later, question = _TEXTS[task]
+        first = 0 if task == "passkey" else int(torch.randint(_CANDIDATES, (), generator=draws))
+        others = [n for n in torch.randperm(_CANDIDATES, generator=draws).tolist() if n != first]
+        numbers = self._numbers(draws)
+        stated = {n: self._ids(telling.format(names[n]), numbers[n]) for n in (first, *others)}
+        follows = torch.randperm(_CANDIDATES, generator=draws).tolist() if later else []
+        links = [self._ids(later.format(names[n], other=_OTHERS[n])) for n in follows]
+        rank = int(torch.randint(_CANDIDATES, (), generator=draws))
+        around = sum(len(stated[n]) for n in others)
+        asked = question.replace("{}", names[first]).format(other=_OTHERS[first])
+        start = telling.format(names[first]).split("#")[0]
+        return _Statements(
+            stated[first],
+            len(self._ids(start)),
+            [stated[n] for n in others[:rank]],
+            [*(stated[n] for n in others[rank:]), *links],
+            (around, around + sum(map(len, links))),
+            self._ids(asked),
+            numbers[first],
+        )
+
+    def _numbers(self, draws: torch.Generator) -> list[list[int]]:
+        """Return numbers of five digits, no two of which begin with the same: their first tokens differ."""
+        firsts = torch.randperm(9, generator=draws)[:_CANDIDATES] + 1
+        rest = torch.randint(10_000, (_CANDIDATES,), generator=draws)
+        numbers = [self._ids(f" {number}") for number in (10_000 * firsts + rest).tolist()]
+        if not {*numbers[0]} & {*self._known}:
             raise InputError(f"{self._path}: its tokenizer makes nothing of the pass key. Take --tasks induction.")
-        if task in _TEXTS:
-            told, question = _TEXTS[task]
-            return [self._ids(text, answer) for text in told], self._ids(question), answer
-        doors = [_DOORS[n] for n in torch.randperm(len(_DOORS), generator=draws).tolist()]
-        keys = [f" The key of the {door} door is" for door in doors]
-        every = [self._ids(f"{key}#.", number) for key, number in zip(keys, [answer, *others], strict=True)]
-        return every, self._ids(f" Which key opens the {doors[0]} door?#", self._ids(keys[0])), answer
+        return numbers
+
+    def _induction(self, draws: torch.Generator) -> _Statements:
+        segment = self._drawn(_SEGMENT, draws)
+        asked = segment[:-_ANSWER]
+        return _Statements(segment, len(asked), [], [], (0, 0), asked, segment[-_ANSWER:])
+
+    def _filled(self, task: str, parts: list[list[int]], tokens: int, draws: torch.Generator) -> list[int]:
+        """Return so many tokens: statements at random places of filler."""
+        room = tokens - sum(map(len, parts))
+        filler = self._filler(task, room, draws)
+        cuts = sorted(torch.randint(room + 1, (len(parts),), generator=draws).tolist())
+        ids: list[int] = []
+        for first, end, part in zip([0, *cuts], [*cuts, room], [*parts, []], strict=True):
+            ids += filler[first:end] + part
+        return ids
 
     def _ids(self, text: str, between: Sequence[int] = ()) -> list[int]:
         """Return the tokens of a text, with others in place of each #."""
@@ -141,20 +209,22 @@ def retrieval(subject: Subject, plan: RetrievalPlan, prepared: Any = None) -> Ma
     masks = [(NO_MASK, 0, None), *masks_of(plan.ks, subject.seed, plan.kinds, plan.kinds)]
     tiled = [kind for kind in plan.kinds if kind.startswith(OF_ENGINES)]
     for length in plan.lengths:
-        texts = [
-            ({"task": task, "length": length, "sample": sample}, maker.text(task, length, depth, seed))
-            for task, depth, sample in product(plan.tasks, plan.depths, range(plan.samples))
-            for seed in [subject.seed + 7919 * sample + round(1000 * depth)]
-        ]
         if tiled:
             weights = TileWeights(tiled, plan.ks)
+            first = maker.text(plan.tasks[0], length, plan.depths[0], subject.seed)
             with running(model, weights.add, subject.device, subject.dtype) as run:
-                run({"input_ids": texts[0][1].ids[None]})
+                run({"input_ids": first.ids[None]})
             tables.append(weights.table(model.path))
-        at_once = max(1, _TOKENS // length)
+        places = product(plan.tasks, plan.depths, range(plan.samples))
         with in_evaluation(model, subject.device, subject.dtype) as (module, device, _):
-            for start in range(0, len(texts), at_once):
-                part = texts[start : start + at_once]
+            while some := list(islice(places, max(1, _TOKENS // length))):
+                part = [
+                    (
+                        {"task": task, "length": length, "depth": depth, "sample": sample},
+                        maker.text(task, length, depth, subject.seed, sample),
+                    )
+                    for task, depth, sample in some
+                ]
                 ids = torch.stack([told.ids for _, told in part]).to(device)
                 for mask, k, keep in masks:
                     with nullcontext() if keep is None else sparsify(module, keep):
@@ -190,8 +260,13 @@ def _read(logits: Tensor, told: Told) -> dict[str, Any]:
     right, loss = torch.cat(hits).cpu(), torch.cat(losses).double().cpu()
     loss = loss.where(loss.isfinite(), math.inf)
     own, rest = loss[-told.answer :], loss[: -told.answer]
-    counts = {"tokens": told.answer, "hits": int(right[-told.answer :].sum()), "text_tokens": len(rest)}
-    return {"distance": told.distance, **counts, "loss": float(own.sum()), "text_loss": float(rest.sum())}
+    counts: dict[str, Any] = {
+        "tokens": told.answer,
+        "hits": int(right[-told.answer :].sum()),
+        "text_tokens": len(rest),
+    }
+    counts |= {"distance": told.distance, "chance": told.chance}
+    return {**counts, "loss": float(own.sum()), "text_loss": float(rest.sum())}
 
 
 PROBE = Probe(
