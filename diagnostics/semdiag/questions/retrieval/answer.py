@@ -175,10 +175,10 @@ _COLUMNS = (
 )
 def retrieval_by_distance(findings: Findings) -> Figure:
     """Draw accuracy against distance, for each model and task that masks are judged by."""
+    if findings.measurements.retrieval.empty:
+        raise NothingToDrawError("No text was read.")
     table = findings(retrieval_table)
     panels = list(table.groupby(["model", "task"], sort=False))
-    if not panels:
-        raise NothingToDrawError("No text was read.")
     figure, axes = panel_grid(len(panels))
     kinds = list(dict.fromkeys(zip(table["mask"], table["k"], strict=True)))
     colors = ["black", *palette(max(1, len(kinds) - 1))]

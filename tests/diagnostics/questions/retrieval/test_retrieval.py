@@ -15,6 +15,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import Inputs, survey
 from semdiag.presenting.answer import Outcome
+from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import retrieval as question
 from semdiag.questions.retrieval.answer import answer, loses, mcnemar, retrieval_by_distance, retrieval_table
 from semdiag.questions.retrieval.measure import Maker, first_text
@@ -82,6 +83,11 @@ def test_the_answer_says_it_in_words_and_the_figure_by_distance(found):
     lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
     assert lines["as it is"] == [1, 1]
     assert lines["window, k = 64"] == [1, 0]
+
+
+def test_of_no_text_nothing_is_drawn(make_four):
+    with pytest.raises(NothingToDrawError):
+        retrieval_by_distance(Findings(make_four()))
 
 
 @pytest.mark.parametrize("task", question.TASKS)
