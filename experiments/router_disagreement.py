@@ -26,8 +26,8 @@ from semdiag.capturing.loading import load
 from semdiag.mathematics.rounding import number_format
 from semdiag.measuring.measure import DTYPES
 from semdiag.questions.selections.answer import comparison_summary, own_summary
-from semdiag.selections.compare import compare_selections
-from semdiag.selections.files import read_selection
+from semdiag.selections.compare import compare_files
+from semdiag.selections.files import read_selections
 from semdiag.selections.own import Saving, own_selections
 
 LENGTH, BATCH, STEPS, WARM, RATE = 128, 16, 1500, 100, 2e-3
@@ -90,8 +90,9 @@ def compare(folder: Path) -> None:
             if name == "reference":
                 certified = [row["certified_share"] for row in found["selections"]]
                 continue
-            files = (read_selection(Path(held, f"{one}.npz")) for one in ("reference", name))
-            (entry,) = comparison_summary(compare_selections(*files, dtype), "reference", name, {})["results"]
+            files = [read_selections(Path(held, f"{one}.npz")) for one in ("reference", name)]
+            compared = compare_files(*files, dtype, ("", ""))
+            (entry,) = comparison_summary(compared, "reference", name, {}, {})["results"]
             classes = entry["classes"]
             by_layer = shares([row["changed"] / row["rows"] for row in entry["layers"]])
             print(f"{name:22}{by_layer:46}{classes['numeric']:7,}{classes['bug']:7,}{entry['by_own_scores']:11,}")

@@ -353,6 +353,16 @@ def overlaps(first: Tensor, second: Tensor) -> Tensor:
     return torch.where(larger > 0, number.double() / larger, 1.0)
 
 
+def lacking(first: Tensor, second: Tensor) -> Tensor:
+    """Return which keys of the first sets the second ones lack, bool (rows, k); sets as of :func:`overlaps`.
+
+    Example:
+        >>> lacking(torch.tensor([[4, 2, -1]]), torch.tensor([[7, 4, 1]])).tolist()
+        [[False, True, False]]
+    """
+    return (_places_in(first, second) < 0) & (first >= 0)
+
+
 def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
     r"""Return the share of A's weight on keys outside B, (rows,).
 
@@ -362,8 +372,8 @@ def weight_lost(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
         >>> weight_lost(torch.tensor([[4, 2]]), torch.tensor([[7, 4]]), torch.tensor([[3.0, 1.0]])).tolist()
         [0.25]
     """
-    own = weights.double().masked_fill(first < 0, 0)
-    return own.masked_fill(_places_in(first, second) >= 0, 0).sum(1) / own.sum(1)
+    of_set = weights.double().masked_fill(first < 0, 0)
+    return of_set.masked_fill(~lacking(first, second), 0).sum(1) / of_set.sum(1)
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from semdiag.capturing.batches import Batch, entries, real_tokens, samples_of
 from semdiag.capturing.recording import outside_all_modes
 from semdiag.mathematics.rounding import NumberFormat, number_format
-from semdiag.mathematics.selections import GRAVITY, AllowedKeys, judge_rows, margins
+from semdiag.mathematics.selections import FAULTS, GRAVITY, AllowedKeys, judge_rows, margins
 from semdiag.selections.files import flat_rows
 
 _ATEN = torch.ops.aten
@@ -216,6 +218,7 @@ class OwnRows:
     first_kept: int  # number of rows that had to leave out a key and kept the first one
     causal: bool  # whether keys after the query are known to be forbidden
     unmatched: bool  # whether some tokens are padding, but their rows are unknown
+    faulty: pd.DataFrame  # a row for each faulty one: its place, class and scores
 
 
 def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
@@ -241,7 +244,7 @@ class Choices:
     kind: str  # what :func:`kind_of` returns
     shape: tuple[int, ...]  # axes of the rows: samples, others, tokens
     indices: Tensor  # int64 (rows, k), -1 where nothing could be chosen
-    order: Tensor  # (rows, n) scores in whose order it chose, -inf for forbidden choices
+    order: Tensor  # (rows, n) scores in whose order it chose, -inf for padding and other groups
     real: Tensor  # bool (rows,), false for padding
     first: Tensor  # int64 (rows,), the first key that is not padding; 0 for experts
 
@@ -263,13 +266,13 @@ def own_rows(
         inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
         full = inside.sum(1) >= allowed.end - allowed.first
         indices = indices.masked_fill(full[:, None] & ~inside, -1)
-    at = torch.arange(n)
-    forbidden = (at < allowed.first[:, None]) | (at >= allowed.end[:, None])
+    padding = _beyond(_allowed(shape, n, real, keys, causal=False), n)
     if group is not None:
-        forbidden = forbidden | outside(group, n).cpu()
-    order = flat_rows(chosen.order).cpu().masked_fill(forbidden, -torch.inf)
+        padding = padding | outside(group, n).cpu()
+    by_model = flat_rows(chosen.order).cpu().masked_fill(padding, -torch.inf)
+    order = by_model.masked_fill(_beyond(allowed, n), -torch.inf)
     format_of_scores = number_format(str(chosen.scores.dtype))
-    grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, format_of_scores)[0]
+    judged = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, format_of_scores)
     margin, certified = margins(order[counts], k, into)
     sizes = None
     if group is not None:
@@ -281,14 +284,34 @@ def own_rows(
     by_logits = chosen.order is not chosen.scores
     rows = OwnRows(
         kind, n, k, sizes if sizes and sizes[1] < sizes[0] else None, by_logits, margin, certified,
-        counts=Counter(GRAVITY[grade] for grade in grades.tolist()),
+        counts=Counter(GRAVITY[grade] for grade in judged[0].tolist()),
         padded=int((~counts).sum()),
         load=torch.bincount(indices[counts].flatten(), minlength=n) if experts else None,
         first_kept=int(hit.sum()) if keys else 0,
         causal=causal,
         unmatched=unmatched,
+        faulty=_faulty(judged, counts, shape),
     )  # fmt: skip
-    return rows, Choices(kind, shape, indices, order, counts, allowed.first)
+    return rows, Choices(kind, shape, indices, by_model, counts, allowed.first)
+
+
+def _beyond(allowed: AllowedKeys, n: int) -> Tensor:
+    """Return which of n choices a row may not make, bool (rows, n)."""
+    at = torch.arange(n)
+    return (at < allowed.first[:, None]) | (at >= allowed.end[:, None])
+
+
+def _faulty(judged: tuple[Tensor, ...], counts: Tensor, shape: tuple[int, ...]) -> pd.DataFrame:
+    """Return the faulty rows, by sample, head and token."""
+    at = torch.tensor([name in FAULTS for name in GRAVITY])[judged[0].long()].nonzero().squeeze(1)
+    sample, *heads, token = np.unravel_index(counts.nonzero().squeeze(1)[at].numpy(), shape)
+    head = np.ravel_multi_index(heads, shape[1:-1]) if heads else np.zeros(len(at), np.int64)
+    names = [GRAVITY[grade] for grade in judged[0][at].tolist()]
+    worst, kth, left = (column[at].numpy() for column in judged[1:])
+    return pd.DataFrame(
+        {"sample": sample, "head": head, "token": token, "class": names,
+         "worst_chosen": worst, "kth": kth, "left_out": left}
+    )  # fmt: skip
 
 
 def _real(tokens: Tokens, text: str, length: int) -> tuple[Tensor | None, bool]:

@@ -1,6 +1,7 @@
 """Is a selection the top-k of its scores?"""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,15 @@ from semdiag.mathematics.selections import (
     judge_rows,
 )
 from semdiag.measuring.words import counted
-from semdiag.selections.files import as_tensor, check_k, chosen_keys, flat_rows, float_scores, whole_numbers
+from semdiag.selections.files import (
+    SelectionFile,
+    as_tensor,
+    check_k,
+    chosen_keys,
+    flat_rows,
+    float_scores,
+    whole_numbers,
+)
 from semdiag_files import InputError
 
 _MOST = 2**62  # keys: no memory holds an index of more
@@ -38,11 +47,19 @@ class CheckedSelection:
     format: str  # number format of the engine's scores
     not_checked: int  # rows of padded queries
     not_judged: int  # rows without a fault and without scores
+    stale: int = 0  # faulty rows that choose what the row before chose, or what was right for it
+    module: str = ""  # that chose; empty: unknown
 
     @property
     def faults(self) -> int:
         """Return how many rows are faulty: wrong, or with a fault of their keys."""
         return sum(number for name, number in self.counts.items() if name in FAULTS)
+
+    @property
+    def faulty(self) -> pd.DataFrame:
+        """Return the faulty rows."""
+        rows = self.rows[self.rows["class"].isin(FAULTS)]
+        return rows.assign(module=self.module)[["module", *rows.columns]] if self.module else rows
 
     @property
     def worst(self) -> dict[str, Any]:
@@ -155,16 +172,56 @@ def check_selection(
     allowed = allowed_keys(shape, number, valid, first, whole_numbers(documents, "documents"), bool(causal))
     if not bool(allowed.counts.any()):
         raise InputError("There is no row to check: every query is padding.")
-    judged = judge_rows(
-        None if given_scores is None else flat_rows(given_scores), flat_rows(chosen), number, allowed, kind,
-        error=errors,
-    )  # fmt: skip
+    flat, flat_keys = None if given_scores is None else flat_rows(given_scores), flat_rows(chosen)
+    judged = judge_rows(flat, flat_keys, number, allowed, kind, error=errors)
     rows = _table(shape, allowed, kind, judged)
     counts = rows["class"].value_counts()
     return CheckedSelection(
         counts={name: int(counts[name]) for name in CLASSES}, rows=rows, k=chosen.shape[-1], keys=known,
         format=kind.name, not_checked=allowed.counts.numel() - len(rows), not_judged=int(counts[NOT_JUDGED]),
+        stale=_stale(flat, flat_keys, allowed, kind, rows, shape),
     )  # fmt: skip
+
+
+def check_file(file: SelectionFile, causal: bool, format: str, keys: int | None) -> CheckedSelection:
+    """Check a selection of a file; faults that an ignored array may explain are refused."""
+    rules: dict[str, Any] = {"starts": file.starts, "documents": file.documents, "keys": keys, "error": file.error}
+    rules |= {"q": file.q, "k": file.k} | ({} if file.scale is None else {"scale": file.scale.item()})
+    try:
+        checked = check_selection(file.scores, file.indices, file.lengths, causal, format, **rules)
+        if checked.faults and (why := file.unclear):
+            raise InputError(f"{checked.faults:,} rows would be faulty, but {why}.")
+    except InputError as error:
+        raise InputError(f"{file.name}: {error}") from None
+    return replace(checked, module=file.module)
+
+
+def _stale(
+    scores: Tensor | None,
+    indices: Tensor,
+    allowed: AllowedKeys,
+    kind: NumberFormat,
+    rows: pd.DataFrame,
+    shape: tuple[int, ...],
+) -> int:
+    """Return how many faulty rows repeat the row before, along the dimension in which most do."""
+    faulty = allowed.counts.nonzero().squeeze(1)[torch.tensor(rows["class"].isin(FAULTS).to_numpy())]
+    number = 0
+    for axis, size in enumerate(shape):
+        step = math.prod(shape[axis + 1 :])
+        at = faulty[faulty // step % size > 0]
+        if not len(at):
+            continue
+        chosen, before = (indices[each].cpu().long() for each in (at, at - step))
+        same = (chosen.sort(1).values == before.sort(1).values).all(1)
+        if scores is not None:
+            keys = AllowedKeys(
+                allowed.first[at - step], allowed.end[at - step], None, torch.ones_like(at, dtype=torch.bool)
+            )
+            grade = judge_rows(scores[at - step], chosen, scores.shape[1], keys, kind)[0]
+            same |= grade < GRAVITY.index("wrong")
+        number = max(number, int(same.sum()))
+    return number
 
 
 def _recomputed(

@@ -1,5 +1,6 @@
 """Do two engines choose alike?"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -9,12 +10,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.rounding import NumberFormat, number_format
+from semdiag.mathematics.rounding import NumberFormat, may_swap, number_format
 from semdiag.mathematics.selections import (
     FAULTS,
     GRAVITY,
     allowed_keys,
     judge_rows,
+    lacking,
     overlaps,
     weight_lost,
     without_repeats,
@@ -75,7 +77,7 @@ def lay_out(file: SelectionFile, layout: str = "") -> LaidOut:
     try:
         return _laid_out(file, layout)
     except InputError as error:
-        raise InputError(f"{file.path}: {error}") from None
+        raise InputError(f"{file.name}: {error}") from None
 
 
 def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
@@ -149,6 +151,30 @@ class ComparedSelections:
     by_own_scores: int | None
     layouts: tuple[str, str]  # layouts of A and B, named by the user or guessed
     ignored: tuple[str, ...]  # names of arrays that were not looked at
+    module: str  # that chose; empty: the files name none
+
+    @property
+    def unexplained(self) -> pd.DataFrame:
+        """Return the rows whose difference rounding does not explain."""
+        rows = self.rows[self.rows["class"].isin((BUG, UNEXPLAINED))]
+        return rows.assign(module=self.module)[["module", *rows.columns]] if self.module else rows
+
+
+def compare_files(
+    first: Sequence[SelectionFile], second: Sequence[SelectionFile], format: str, layouts: tuple[str, str]
+) -> list[ComparedSelections]:
+    """Compare the selections of two files, module by module."""
+    others = {each.module: each for each in second}
+    modules = {each.module for each in first}
+    for file, missing in (
+        (second[0].path, [each.module for each in first if each.module not in others]),
+        (first[0].path, [each.module for each in second if each.module not in modules]),
+    ):
+        if missing:
+            raise InputError(
+                f"{file} holds no choices of {missing[0] or 'a module without a name'}: compare like with like."
+            )
+    return [compare_selections(each, others[each.module], format, layouts) for each in first]
 
 
 def compare_selections(
@@ -163,12 +189,12 @@ def compare_selections(
     return ComparedSelections(
         rows, a.tokens, a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
         _weight_of(a, b), _by_own_scores(a, b, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
-        (a.layout, b.layout), tuple(dict.fromkeys((*first.ignored, *second.ignored))),
+        (a.layout, b.layout), tuple(dict.fromkeys((*first.ignored, *second.ignored))), first.module,
     )  # fmt: skip
 
 
 def _check_alike(a: LaidOut, b: LaidOut) -> None:
-    where = f"{a.file.path} and {b.file.path}"
+    where = f"{a.file.name} and {b.file.name}"
     pairs = (
         ("k", a.indices.shape[-1], b.indices.shape[-1], ""),
         ("tokens", a.tokens, b.tokens, _OTHER_TOKENS),
@@ -199,7 +225,7 @@ def _check_alike(a: LaidOut, b: LaidOut) -> None:
         keys, largest = None if one.scores is None else one.scores.shape[-1], int(each.indices.max())
         if keys is not None and largest >= keys:
             raise InputError(
-                f"{each.file.path} names key {largest}, but {one.file.path} has scores of {keys} keys. Are they "
+                f"{each.file.name} names key {largest}, but {one.file.name} has scores of {keys} keys. Are they "
                 f"of another tokenisation? Check one alone: semdiag selections {each.file.path}"
             )
 
@@ -231,14 +257,30 @@ def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
 
 
 def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> np.ndarray:
+    """Return what each row that differs is: by all scores that are there, both choices must be right."""
     at = differs.nonzero().squeeze(1)
-    known = [each.scores[at] for each in (a, b) if each.scores is not None]
-    if not known or not len(at):
+    scores = [each.scores[at] for each in (a, b) if each.scores is not None]
+    if not scores or not len(at):
         return np.full(len(at), UNEXPLAINED, dtype=object)
-    numeric = torch.zeros(len(at), dtype=torch.bool)
-    for scores in known:
-        numeric |= _right(scores, a.sets[at], kind) & _right(scores, b.sets[at], kind)
+    first, second = a.sets[at], b.sets[at]
+    numeric = torch.ones(len(at), dtype=torch.bool)
+    for each in scores:
+        numeric &= _right(each, first, kind) & _right(each, second, kind)
+    if len(scores) == 2:
+        for one, other in ((first, second), (second, first)):
+            numeric &= (_alike(scores, one.clamp(min=0), kind) | ~lacking(one, other)).all(1)
     return np.where(numeric.numpy(), NUMERIC, BUG).astype(object)
+
+
+def _alike(scores: Sequence[Tensor], keys: Tensor, kind: NumberFormat) -> Tensor:
+    """Return for which keys the scores of A and of B are one number, rounded by two engines.
+
+    A key that is forbidden on one side alone is none.
+    """
+    first, second = (each.gather(1, keys) for each in scores)
+    rounded_alike = may_swap(torch.minimum(first, second), torch.maximum(first, second), kind, engines=2)
+    barred_first, barred_second = (each <= torch.finfo(each.dtype).min / 2 for each in (first, second))
+    return torch.where(barred_first | barred_second, barred_first & barred_second, rounded_alike)
 
 
 def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -> Tensor:

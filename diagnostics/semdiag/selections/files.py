@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semdiag.mathematics.rounding import number_format
 from semdiag.selections.arrays import array_names, read_arrays
-from semdiag_files import InputError
+from semdiag_files import InputError, write_bytes
 
 _NAMES = {
     "indices": ("indices", "routed_experts", "topk_indices", "topk_ids", "topk_idx", "selected_experts"),
@@ -32,6 +32,8 @@ _NAMES = {
     "end": ("cu_seqlen_ke",),
     "bounds": ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc"),  # packed
 }  # fmt: skip
+_ROLES = {name: role for role, names in _NAMES.items() for name in names}
+_SHARED = ("lengths", "starts", "documents", "tokens")  # by all modules of a file
 _PAGES = ("block_table", "block_tables", "page_table", "slot_mapping", "req_to_token")
 
 
@@ -52,6 +54,12 @@ class SelectionFile:
     k: Tensor | None = None
     scale: Tensor | None = None  # on their products
     ignored: tuple[str, ...] = ()  # names of other arrays
+    module: str = ""  # that chose; empty: the file names none
+
+    @property
+    def name(self) -> str:
+        """Return what to call it: the file, and its module."""
+        return f"{self.path}, {self.module}" if self.module else str(self.path)
 
     @property
     def unclear(self) -> str:
@@ -69,29 +77,69 @@ class SelectionFile:
         return ""
 
 
-def read_selection(path: Path, format: str = "", limits: bool = True) -> SelectionFile:
-    """Read a selection."""
-    arrays = read_arrays(path, [name for names in _NAMES.values() for name in names])
-    found = {kind: [name for name in names if name in arrays] for kind, names in _NAMES.items()}
-    bounds = found.pop("bounds")
-    for kind, names in found.items():
-        if len(names) > 1:
-            raise InputError(f"{path} holds {' and '.join(names)}: which are the {kind}? One must be there.")
-    known = {kind: arrays[names[0]] for kind, names in found.items() if names}
-    if "indices" not in known:
-        *names, last = _NAMES["indices"]
+def read_selections(path: Path, format: str = "", limits: bool = True) -> list[SelectionFile]:
+    """Read a file's selections: one, or one for each module whose name stands before its arrays' names."""
+    read_arrays(path, [])  # refuses what is no file of arrays
+    names = array_names(path)
+    modules = list(dict.fromkeys(stem for stem, role in map(_parted, names) if role in _NAMES["indices"]))
+    if not modules:
+        *others, last = _NAMES["indices"]
         raise InputError(
-            f"{path} holds no array of chosen keys: one must be there, named {', '.join(names)} or {last}."
+            f"{path} holds no array of chosen keys: one must be there, named {', '.join(others)} or {last}."
         )
-    first, end = known.pop("first", None), known.pop("end", None)
-    if limits and end is not None and "lengths" not in known:
-        known["starts"] = torch.zeros_like(end) if first is None else first
-        known["lengths"] = end - known["starts"]
-    if limits and bounds and not {"lengths", "documents"} & set(known):
-        known |= _packed(path, known["indices"], {name: arrays[name] for name in bounds})
-    if "scores" in known:
-        known["scores"] = _numbers(known["scores"], format)
-    return SelectionFile(path, **known, ignored=tuple(name for name in array_names(path) if name not in arrays))
+    if path.suffix != ".npz":  # whose arrays are in the order in which they were written
+        modules.sort(key=lambda module: [int(part) if part.isdigit() else -1 for part in module.split(".")])
+    taken = {name for name in names if _parted(name)[0] in modules and _parted(name)[1] in _ROLES}
+    if "" not in modules:
+        taken |= {name for name in names if _ROLES.get(name) in _SHARED}
+    arrays = read_arrays(path, sorted(taken))
+    ignored = tuple(name for name in names if name not in taken)
+    shared = {name: array for name, array in arrays.items() if "" not in modules and name in _ROLES}
+    return [
+        _selection(path, format, limits, module, shared | _of_module(arrays, module), ignored)
+        for module in modules
+    ]
+
+
+def read_selection(path: Path, format: str = "", limits: bool = True) -> SelectionFile:
+    """Read the only selection of a file."""
+    first, *others = read_selections(path, format, limits)
+    if others:
+        raise InputError(f"{path} holds {len(others) + 1} selections, that of {first.module} and others.")
+    return first
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """Return the module before the name of an array, and what is behind it."""
+    module, _, role = name.rpartition(".")
+    return module, role
+
+
+def _of_module(arrays: dict[str, Tensor], module: str) -> dict[str, Tensor]:
+    return {_parted(name)[1]: array for name, array in arrays.items() if _parted(name)[0] == module}
+
+
+def _selection(
+    path: Path, format: str, limits: bool, module: str, arrays: dict[str, Tensor], ignored: tuple[str, ...]
+) -> SelectionFile:
+    named: dict[str, list[str]] = {}
+    for name in arrays:
+        named.setdefault(_ROLES[name], []).append(name)
+    bounds = named.pop("bounds", [])
+    for role, names in named.items():
+        if len(names) > 1:
+            raise InputError(f"{path} holds {' and '.join(names)}: which are the {role}? One must be there.")
+    parts = {role: arrays[names[0]] for role, names in named.items()}
+    first = parts.pop("first", None)
+    end = parts.pop("end", None)
+    if limits and end is not None and "lengths" not in parts:
+        parts["starts"] = torch.zeros_like(end) if first is None else first
+        parts["lengths"] = end - parts["starts"]
+    if limits and bounds and not {"lengths", "documents"} & set(parts):
+        parts |= _packed(path, parts["indices"], {name: arrays[name] for name in bounds})
+    if "scores" in parts:
+        parts["scores"] = _numbers(parts["scores"], format)
+    return SelectionFile(path, **parts, ignored=ignored, module=module)
 
 
 def _packed(path: Path, indices: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -113,6 +161,22 @@ def _numbers(scores: Tensor, format: str) -> Tensor:
         return scores
     dtype: torch.dtype = getattr(torch, number_format(format).name)
     return scores.contiguous().view(dtype) if scores.dtype.itemsize == dtype.itemsize < 4 else scores
+
+
+def require_suffix(path: Path, option: str, suffix: str) -> None:
+    """Refuse the name of a file to be written, before anything is measured."""
+    if path.suffix != suffix:
+        raise InputError(f"{option} takes a file name that ends in {suffix}. Got {path}.")
+    if not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
+
+
+def write_output(path: Path, content: bytes | memoryview) -> None:
+    """Write a file that the user named."""
+    try:
+        write_bytes(path, content)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
 
 
 def as_tensor(given: Any, name: str) -> Tensor:

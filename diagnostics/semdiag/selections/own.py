@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -30,9 +31,9 @@ from semdiag.selections.capture import (
     tokens_of,
     watch_selections,
 )
-from semdiag_files import InputError, write_bytes
+from semdiag.selections.files import require_suffix, write_output
+from semdiag_files import InputError
 
-_KINDS = ("experts", "keys", "blocks")
 _LARGEST = 2**32  # bytes of a file
 
 
@@ -45,15 +46,12 @@ class _Part(NamedTuple):
 
 
 class Saving:
-    """Collects what selections chose, and writes a file for each kind of choice."""
+    """Collects what selections chose, and writes it to one file, module by module."""
 
     def __init__(self, path: Path) -> None:
-        if path.suffix != ".npz":
-            raise InputError(f"--save takes a file name that ends in .npz. Got {path}.")
-        if not path.parent.is_dir():
-            raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
+        require_suffix(path, "--save", ".npz")
         self._path = path
-        self._found: dict[str, dict[tuple[str, int], list[_Part]]] = {}
+        self._parts: dict[str, list[_Part]] = {}  # by module, in the order in which they chose
         self._size = 0
 
     def add(self, name: str, number: int, choices: Choices, ids: Tensor | None) -> None:
@@ -68,42 +66,25 @@ class Saving:
         self._size += part.scores.nbytes + part.indices.nbytes
         if self._size > _LARGEST:
             raise InputError(f"{self._path} would be larger than {_LARGEST / 2**30:g} GiB. Save fewer tokens.")
-        self._found.setdefault(choices.kind, {}).setdefault((name, number), []).append(part)
+        self._parts.setdefault(f"{name}#{number}" if number else name, []).append(part)
 
-    def write(self) -> list[Path]:
-        """Write the file, and one beside it for each other kind of choice: FILE.keys.npz, FILE.blocks.npz."""
-        kinds = [kind for kind in _KINDS if kind in self._found]
-        arrays = {kind: self._arrays(kind) for kind in kinds}
-        paths = [
-            self._path if not place else self._path.with_suffix(f".{kind}.npz") for place, kind in enumerate(kinds)
-        ]
-        for path, kind in zip(paths, kinds, strict=True):
-            held = io.BytesIO()
-            np.savez(held, **arrays[kind])  # type: ignore[arg-type]
-            try:
-                write_bytes(path, held.getbuffer())
-            except OSError as error:
-                raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
-        return paths
+    def write(self) -> None:
+        """Write MODULE.indices (T, k), MODULE.scores (T, n) and, where they are known, MODULE.tokens (T,)."""
+        arrays = {f"{name}.{role}": array for name in self._parts for role, array in self._arrays(name).items()}
+        content = io.BytesIO()
+        np.savez(content, **arrays)  # type: ignore[arg-type]
+        write_output(self._path, content.getbuffer())
 
-    def _arrays(self, kind: str) -> dict[str, NDArray[np.generic]]:
-        """Return indices (T, layers, k), scores (T, layers, n) and, if known, the token ids (T,)."""
-        layers = [*self._found[kind].values()]
-        experts = kind == "experts"
-        tokens = {sum(len(part.indices) for part in parts) for parts in layers}
-        sizes = {(parts[0].indices.shape[1], experts * parts[0].scores.shape[1]) for parts in layers}
-        if len(tokens) > 1 or len(sizes) > 1:
-            raise InputError(
-                f"{self._path} cannot be written: the layers that choose {kind} differ in their tokens, in k, or "
-                "in what there is to choose from."
-            )
-        every = [part for parts in layers for part in parts]
-        k, n = (max(rows.shape[1] for rows in each) for each in zip(*(part[:2] for part in every), strict=True))
-        indices = [torch.cat([_widened(part.indices, k, -1) for part in parts]) for parts in layers]
-        scores = [torch.cat([_widened(part.scores, n, -torch.inf) for part in parts]) for parts in layers]
-        arrays = {"indices": torch.stack(indices, 1).numpy(), "scores": torch.stack(scores, 1).numpy()}
-        ids = [part.ids for part in layers[0] if part.ids is not None]
-        return arrays | ({"tokens": torch.cat(ids).numpy()} if len(ids) == len(layers[0]) else {})
+    def _arrays(self, name: str) -> dict[str, NDArray[np.generic]]:
+        parts = self._parts[name]
+        k = max(part.indices.shape[1] for part in parts)
+        n = max(part.scores.shape[1] for part in parts)
+        arrays = {
+            "indices": torch.cat([_widened(part.indices, k, -1) for part in parts]).numpy(),
+            "scores": torch.cat([_widened(part.scores, n, -torch.inf) for part in parts]).numpy(),
+        }
+        ids = [part.ids for part in parts if part.ids is not None]
+        return arrays | ({"tokens": torch.cat(ids).numpy()} if len(ids) == len(parts) else {})
 
 
 def _from_the_first(choices: Choices) -> tuple[Tensor, Tensor]:
@@ -126,6 +107,31 @@ class OwnSelection:
     module: str  # that selects
     layer: int | None  # the first number in its name; None: it has none
     parts: list[OwnRows] = field(default_factory=list)  # rows of each batch
+    samples: list[int] = field(default_factory=list)  # number of samples before each batch
+    repeats: int = 0  # calls that chose what the call before chose, for other tokens
+    last: tuple[Tensor, Tensor] | None = None  # indices of the call before, and which of its rows are real
+
+    def take(self, rows: OwnRows, choices: Choices, sample: int, other_tokens: bool) -> None:
+        """Take what was chosen for a batch, whose first sample has that number."""
+        before = self.last
+        self.last = choices.indices, choices.real
+        self.parts.append(rows)
+        self.samples.append(sample)
+        if before is None or not other_tokens or before[0].shape != choices.indices.shape:
+            return
+        decides = bool((rows.margin < torch.inf).any())
+        self.repeats += decides and bool((before[0] == choices.indices)[before[1] & choices.real].all())
+
+    @property
+    def faulty(self) -> pd.DataFrame:
+        """Return the faulty rows of all batches."""
+        every = [
+            part.faulty.assign(sample=part.faulty["sample"] + start)
+            for part, start in zip(self.parts, self.samples, strict=True)
+        ]
+        table = pd.concat(every, ignore_index=True)
+        table.insert(0, "module", self.module)
+        return table
 
 
 def own_selections(
@@ -163,12 +169,19 @@ class OwnSelections:
         self._found: dict[tuple[str, int, str, int], OwnSelection] = {}
         self._tokens = Tokens(0, frozenset(), {})
         self._ids: Tensor | None = None
+        self._other_tokens = False  # than those of the batch before
+        self._samples = 0  # in the batches before
+        self.calls = 0
+        self.chose: Counter[str] = Counter()  # in how many calls a module did
         self._failure: Exception | None = None  # ours, not the model's
 
     def run(self, model: nn.Module, batch: Batch) -> None:
         """Take what a model selects on a batch; exceptions of semdiag's own code are raised as they are."""
+        self._samples += self._tokens.samples
         self._tokens = tokens_of(model, batch)
-        self._ids = next(iter(token_ids(batch).values()), None)
+        before, self._ids = self._ids, next(iter(token_ids(batch).values()), None)
+        self._other_tokens = before is not None and self._ids is not None and not torch.equal(before, self._ids)
+        self.calls += 1
         try:
             with watch_selections(model, self._consume):
                 batching.call(model, batch)
@@ -184,6 +197,7 @@ class OwnSelections:
 
     def _consume(self, name: str, module: nn.Module, selected: list[Selected]) -> None:
         text = f"{name} {type(module).__name__}".lower()
+        self.chose[name] += 1
         try:
             for number, (chosen, group) in enumerate(in_stages(selected)):
                 self._add(name, number, text, chosen, group)
@@ -204,7 +218,7 @@ class OwnSelections:
         layer = re.search(r"\d+", name)
         key = name, number, rows.kind, shape[-1] if rows.kind == "experts" else 0
         entry = OwnSelection(name, int(layer[0]) if layer else None)
-        self._found.setdefault(key, entry).parts.append(rows)
+        self._found.setdefault(key, entry).take(rows, choices, self._samples, self._other_tokens)
         # not positions in a table of other choices, or what is outside all parts
         if self._saving is not None and name and not chosen.positions:
             self._saving.add(name, number, choices, None if self._ids is None else self._ids.cpu())

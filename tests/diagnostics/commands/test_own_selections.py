@@ -4,6 +4,7 @@ import json
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -59,6 +60,31 @@ def good():
 
 def looks_ahead():
     return Model(masked=False)
+
+
+class Stale(Indexer):
+    # keeps its first scores, or its first choice
+    def __init__(self, keeps):
+        super().__init__(True, 2)
+        self.keeps, self.first = keeps, None
+
+    def forward(self, x):
+        if self.first is None:
+            self.first = x
+            return super().forward(x)
+        return super().forward(self.first) if self.keeps == "scores" else None
+
+
+def stale():
+    model = Model()
+    model.layers[0]["indexer"] = Stale("scores")
+    return model
+
+
+def once():
+    model = Model()
+    model.layers[0]["indexer"] = Stale("choice")
+    return model
 
 
 def inactive():
@@ -182,11 +208,38 @@ def test_two_runs_of_one_model_can_be_compared(run_semdiag):
             "selections", "own_models:good", "--inputs", "padded.pt", "--save", f"{name}.npz", *options
         )
         assert outcome.code == 0
-        assert f"Written: {name}.npz, {name}.keys.npz" in outcome.err
-    for kind, rows in (("", 16), (".keys", 16)):
-        outcome = run_semdiag("selections", f"one{kind}.npz", f"two{kind}.npz", "--json")
-        (entry,) = json.loads(outcome.out)["results"]
-        assert (outcome.code, entry["rows"], entry["changed"]) == (0, rows, 0)
+        assert f"Written: {name}.npz" in outcome.err
+    outcome = run_semdiag("selections", "one.npz", "two.npz", "--json")
+    (entry,) = json.loads(outcome.out)["results"]
+    assert (outcome.code, entry["rows"], entry["changed"], entry["k"]) == (0, 32, 0, 2)
+    assert [row["module"] for row in entry["layers"]] == ["layers.0.router", "layers.0.indexer"]
+    outcome = run_semdiag("selections", "one.npz", "--json")
+    entries = json.loads(outcome.out)["results"]
+    assert (outcome.code, [entry["rows"] for entry in entries]) == (0, [16, 16])
+
+
+@pytest.mark.usefixtures("models")
+def test_every_faulty_row_of_a_model_is_listed(run_semdiag):
+    options = ("--inputs", "padded.pt", "--rows", "rows.csv", "--json")
+    whole = run_semdiag("selections", "own_models:looks_ahead", *options)
+    table = pd.read_csv("rows.csv")
+    assert len(table) == json.loads(whole.out)["results"][0]["faults"] > 0
+    assert set(table["module"]) == {"layers.0.indexer"}
+    run_semdiag("selections", "own_models:looks_ahead", *options, "--batch-size", 1)
+    pd.testing.assert_frame_equal(pd.read_csv("rows.csv"), table)
+    assert set(table["sample"]) == {0, 1, 2}
+
+
+@pytest.mark.usefixtures("models")
+def test_a_choice_of_the_call_before_is_stale(run_semdiag):
+    outcome = run_semdiag("selections", "own_models:stale", "--inputs", "ids.npy", "--batch-size", 1, "--json")
+    rows = {row["module"]: row for row in json.loads(outcome.out)["results"][0]["selections"]}
+    assert {name: (row["repeats"], row["calls"], row["chose_in"]) for name, row in rows.items()} == {
+        "layers.0.router": (0, 3, 3), "layers.0.indexer": (2, 3, 3)
+    }  # fmt: skip
+    assert "layers.0.indexer chose in 2 of 3 calls what it chose in the call before" in outcome.err
+    outcome = run_semdiag("selections", "own_models:once", "--inputs", "ids.npy", "--batch-size", 1)
+    assert "layers.0.indexer chose in 1 of 3 calls." in outcome.out
 
 
 @pytest.mark.usefixtures("models")

@@ -61,6 +61,42 @@ def test_json_keeps_the_promise_and_says_what_python_says(run_semdiag, write):
     assert set(entry["worst_of_class"]) == {"exact", "wrong"}
 
 
+def test_every_faulty_row_is_listed(run_semdiag, refusal, write):
+    scores = np.random.default_rng(0).random((40, 3, 8), np.float32)
+    indices = np.argsort(-scores, -1)[..., :2]
+    indices[5, 1], indices[7, 0] = indices[5, 1, [0, 0]], np.argsort(scores[7, 0])[:2]
+    outcome = run_semdiag("selections", write("a.npz", scores=scores, indices=indices), "--rows", "rows.csv")
+    assert (outcome.code, "Written: rows.csv, 2 rows" in outcome.err) == (1, True)
+    table = pd.read_csv("rows.csv")
+    assert table[["dim_0", "dim_1", "class"]].values.tolist() == [[5, 1, "duplicate"], [7, 0, "wrong"]]
+    right = write("b.npz", scores=scores, indices=np.argsort(-scores, -1)[..., :2])
+    run_semdiag("selections", right, "a.npz", "--rows", "rows.csv")
+    table = pd.read_csv("rows.csv")
+    assert table[["token", "layer", "class"]].values.tolist() == [[5, 1, "bug"], [7, 0, "bug"]]
+    assert run_semdiag("selections", right, "--rows", "rows.csv", "--quiet").code == 0
+    assert pd.read_csv("rows.csv").empty
+    assert "--rows takes a file name that ends in .csv" in refusal("selections", right, "--rows", "rows.txt")
+    assert "there is no folder" in refusal("selections", right, "--rows", "none/rows.csv")
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_choice_of_the_row_before_is_stale(run_semdiag, write, late):
+    scores = np.random.default_rng(0).random((40, 3, 16), np.float32)
+    indices = np.argsort(-scores, -1)[..., :4]
+    if late == 1:  # each call returns the choice of the one before
+        indices[1:] = indices[:-1].copy()
+    else:  # the first choice is never replaced
+        indices[:] = indices[:1]
+    outcome = run_semdiag("selections", write("a.npz", scores=scores, indices=indices), "--json")
+    (entry,) = json.loads(outcome.out)["results"]
+    assert (entry["faults"], entry["stale"]) == (117, 117)
+    assert "117 of 117 faulty rows choose as the row before did, or should have: a stale choice?" in outcome.err
+    indices = np.argsort(scores, -1)[..., :4]  # wrong, but not stale
+    outcome = run_semdiag("selections", write("b.npz", scores=scores, indices=indices), "--json")
+    assert json.loads(outcome.out)["results"][0]["stale"] <= 1, "by chance"
+    assert "stale" not in outcome.err
+
+
 def test_lengths_starts_and_the_causal_rule_reach_the_check(run_semdiag, write):
     scores = np.arange(32, dtype=np.float32).reshape(2, 4, 4)
     indices = np.array([[[0], [1], [2], [3]], [[-1], [-1], [2], [3]]])

@@ -123,6 +123,31 @@ def test_scores_that_differ_are_told_from_selections_that_do():
     assert compare_selections(selection(first, scores=scores), selection(first, scores=others)).by_own_scores == 0
 
 
+@pytest.mark.parametrize("mask", [-math.inf, torch.finfo(torch.float32).min])
+def test_a_key_that_one_side_forbids_is_never_rounding(mask):
+    """A mask off by one: every query loses its last key, the first ones with a tie behind it."""
+    scores = torch.randn(24, 1, 24, generator=torch.Generator().manual_seed(0)).relu()
+    later = torch.arange(24) > torch.arange(24)[:, None]
+    right = scores.masked_fill(later[:, None], mask)
+    off_by_one = scores.masked_fill((later | torch.eye(24, dtype=torch.bool))[:, None], mask)
+    first, second = (each.topk(4, dim=-1).indices for each in (right, off_by_one))
+    found = compare_selections(selection(first, scores=right), selection(second, scores=off_by_one))
+    held = (first == torch.arange(24)[:, None, None]).any(-1).flatten()
+    of_rows = found.rows["class"].to_numpy()
+    assert 8 < int(held.sum()) < 24
+    assert (of_rows[held.numpy()] == "bug").all()
+    assert found.unexplained["token"].tolist() == held.nonzero().flatten().tolist()
+
+
+def test_scores_that_are_not_each_others_rounding_explain_nothing():
+    """Both choices are near ties by both scores, whose numbers are others."""
+    near = torch.tensor([[[5.0, 5.001, 0.0]]])
+    found = compare_selections(selection([[[0]]], scores=near), selection([[[1]]], scores=near + 3), "bfloat16")
+    assert found.rows["class"].tolist() == ["bug"]
+    found = compare_selections(selection([[[0]]], scores=near), selection([[[1]]], scores=near + 0.01), "bfloat16")
+    assert found.rows["class"].tolist() == ["numeric"]
+
+
 def test_without_scores_differences_are_unexplained():
     found = compare_selections(selection([[[0, 1]], [[2, 1]]]), selection([[[1, 0]], [[2, 3]]]))
     assert found.rows["class"].tolist() == ["same", "unexplained"]
@@ -186,7 +211,7 @@ def test_the_summary_names_the_first_layer_and_counts_every_class():
     second = first.copy()
     second[1, 1], second[1, 2], second[4, 2] = (0, 3), (3, 2), (1, 0)
     found = comparison_summary(
-        compare_selections(selection(first, scores=scores), selection(second)), "a", "b", {}
+        [compare_selections(selection(first, scores=scores), selection(second))], "a", "b", {}, {}
     )
     (entry,) = found["results"]
     assert (entry["first_layer"], entry["changed"], entry["passed"]) == (1, 2, False)
@@ -198,7 +223,8 @@ def test_the_summary_names_the_first_layer_and_counts_every_class():
     ]
     assert (entry["worst"]["token"], entry["worst"]["layer"], entry["worst"]["overlap"]) == (1, 2, 0.0)
     assert entry["lost"]["largest"] == pytest.approx(1.0, abs=1e-12)
-    same = comparison_summary(compare_selections(selection(first), selection(first)), "a", "a", {})["results"][0]
+    alike = [compare_selections(selection(first), selection(first))]
+    same = comparison_summary(alike, "a", "a", {}, {})["results"][0]
     assert (same["first_layer"], same["changed"], same["passed"], same["overlap"]) == (None, 0, True, 1.0)
 
 

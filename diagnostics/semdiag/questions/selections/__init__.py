@@ -1,6 +1,6 @@
 """How far can a top-k be trusted?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -12,6 +12,8 @@ from semdiag.presenting.options import option
 from semdiag.presenting.question import Asked, Question
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from semdiag.presenting.answer import Answer
 
 _asked = partial(option, panel="What is asked")
@@ -47,8 +49,12 @@ def _ask(
         "batch,sequence,layers,heads.", metavar="NAME,NAME[:NAME,NAME]", show_default=False,
     )] = "",
     save: Annotated[Path | None, options.output_option(
-        "Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such files "
-        "can be compared.", metavar="FILE.npz", show_default=False,
+        "Of a model: write what it chooses to this file, module by module. Two such files can be compared.",
+        metavar="FILE.npz", show_default=False,
+    )] = None,
+    rows: Annotated[Path | None, options.output_option(
+        "Write every faulty row to this file; of two files, every difference that rounding does not explain.",
+        metavar="FILE.csv", show_default=False,
     )] = None,
     *,
     shared: Asked,
@@ -63,18 +69,41 @@ def _ask(
         what = "files" if of_model else "a model (hf:PATH)"
         other = "a model" if of_model else "not one"
         raise InputError(f"{word} applies to {what}, and {file} is {other}. Leave it out.")
+    listing = None if rows is None else Listing(rows)
     if of_model:
-        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save)
+        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save, listing)
     if against is not None:
         if causal or keys is not None:
             raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
-        _compare(file, against, format, layout, shared)
+        _compare(file, against, format, layout, shared, listing)
     if layout:
         raise InputError("--layout applies to two files: name what another engine chose.")
-    _check(file, format, causal, keys, shared)
+    _check(file, format, causal, keys, shared, listing)
 
 
-def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn:
+class Listing:
+    """Faulty rows, to be written to a file."""
+
+    def __init__(self, path: Path) -> None:
+        from semdiag.selections.files import require_suffix
+
+        require_suffix(path, "--rows", ".csv")
+        self._path = path
+
+    def write(self, tables: "Sequence[DataFrame]", quiet: bool) -> None:
+        """Write tables of rows, one below the other."""
+        import pandas as pd
+
+        from semdiag.presenting.terminal import tell
+        from semdiag.selections.files import write_output
+
+        rows = pd.concat(tables, ignore_index=True)
+        write_output(self._path, rows.to_csv(index=False).encode())
+        if not quiet:
+            tell(f"Written: {self._path}, {len(rows):,} rows")
+
+
+def _own(model: Path, format: str, shared: Asked, save: Path | None, listing: Listing | None) -> NoReturn:
     from semdiag.capturing.loading import load
     from semdiag.mathematics.rounding import number_format
     from semdiag.measuring.measure import DTYPES
@@ -86,6 +115,7 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
     from semdiag_models.training import find_device
 
     kind, conditions = number_format(format), shared.conditions()
+    quiet = shared.values["quiet"]
     saving = None if save is None else Saving(save)
     device = find_device(conditions.device)
     loaded = load(model, head=conditions.head)
@@ -94,46 +124,48 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None) -> NoReturn
     batches, *_ = inputs_of(loaded, conditions)
     dtype = conditions.decided([loaded], device).dtype
     measured = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
-    written = [] if saving is None else saving.write()
-    if written and not shared.values["quiet"]:
-        tell(f"Written: {', '.join(map(str, written))}")
+    if saving is not None:
+        saving.write()
+        if not quiet:
+            tell(f"Written: {save}")
+    if listing is not None:
+        listing.write([each.faulty for each in measured.selections], quiet)
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
     _deliver(own_summary(measured, str(model), kind.name, options), shared, own_answer)
 
 
-def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Asked) -> NoReturn:
+def _check(
+    file: Path, format: str, causal: bool, keys: int | None, shared: Asked, listing: Listing | None
+) -> NoReturn:
     from semdiag.questions.selections.answer import check_answer, check_summary
-    from semdiag.selections.check import check_selection
-    from semdiag.selections.files import read_selection
-    from semdiag_files import InputError
+    from semdiag.selections.check import check_file
+    from semdiag.selections.files import read_selections
 
-    read = read_selection(file, format)
-    rules: dict[str, Any] = {"starts": read.starts, "documents": read.documents, "keys": keys, "error": read.error}
-    rules |= {"q": read.q, "k": read.k} | ({} if read.scale is None else {"scale": read.scale.item()})
-    try:
-        checked = check_selection(read.scores, read.indices, read.lengths, causal, format, **rules)
-        if checked.faults and (why := read.unclear):
-            raise InputError(f"{checked.faults:,} rows would be faulty, but {why}.")
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
-    summary = check_summary(checked, str(file), _provenance(format=checked.format, causal=causal))
-    summary["results"][0] |= {"ignored": list(read.ignored), "format_named": "format" in shared.typed}
+    selections = read_selections(file, format)
+    checked = [check_file(each, causal, format, keys) for each in selections]
+    if listing is not None:
+        listing.write([each.faulty for each in checked], shared.values["quiet"])
+    facts = {"ignored": list(selections[0].ignored), "format_named": "format" in shared.typed}
+    summary = check_summary(checked, str(file), _provenance(format=checked[0].format, causal=causal), facts)
     _deliver(summary, shared, check_answer)
 
 
-def _compare(first: Path, second: Path, format: str, layout: str, shared: Asked) -> NoReturn:
+def _compare(
+    first: Path, second: Path, format: str, layout: str, shared: Asked, listing: Listing | None
+) -> NoReturn:
     from semdiag.questions.selections.answer import comparison_answer, comparison_summary
-    from semdiag.selections.compare import compare_selections
-    from semdiag.selections.files import read_selection
+    from semdiag.selections.compare import compare_files
+    from semdiag.selections.files import read_selections
 
     of_first, colon, of_second = layout.partition(":")
     layouts = of_first, of_second if colon else of_first
-    a, b = (read_selection(file, format, limits=False) for file in (first, second))
-    compared = compare_selections(a, b, format, layouts)
-    options = _provenance(format=compared.format, layout=layout)
-    summary = comparison_summary(compared, str(first), str(second), options)
-    summary["results"][0] |= {"format_named": "format" in shared.typed, "layout_named": bool(layout)}
-    _deliver(summary, shared, comparison_answer)
+    a, b = (read_selections(file, format, limits=False) for file in (first, second))
+    compared = compare_files(a, b, format, layouts)
+    if listing is not None:
+        listing.write([each.unexplained for each in compared], shared.values["quiet"])
+    options = _provenance(format=compared[0].format, layout=layout)
+    facts = {"format_named": "format" in shared.typed, "layout_named": bool(layout)}
+    _deliver(comparison_summary(compared, str(first), str(second), options, facts), shared, comparison_answer)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:
@@ -160,7 +192,7 @@ def _deliver(summary: dict[str, Any], shared: Asked, answer_of: "Callable[[dict[
             answer = answer_of(summary)
             say_sentences(answer.opening or ())
             show(answer)
-    raise typer.Exit(int(not summary["results"][0]["passed"]))
+    raise typer.Exit(int(not all(result["passed"] for result in summary["results"])))
 
 
 QUESTION = Question(

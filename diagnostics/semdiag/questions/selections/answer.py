@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from semdiag.mathematics.selections import CLASSES, FAULTS, NOT_JUDGED
+from semdiag.mathematics.selections import CLASSES, FAULTS, GRAVITY, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.words import count, counted, four_decimals, number, plain, rough_percent, text
@@ -33,10 +33,10 @@ def comparison_sentences(answer: Summary) -> list[str]:
         verb = "differs" if changed == 1 else "differ"
         share = f"{changed:,} of {counted(rows, 'row')} {verb} ({100 * changed / rows:.3g}%)"
         worst = answer["worst"]
-        place = f"token {worst['token']}, layer {worst['layer']}"
+        place = f"token {worst['token']}, {_layer_name(worst)}"
         place += f", head {worst['head']}" if answer["heads"] > 1 else ""
-        first = f"layer {answer['first_layer']} is the first with a difference"
-        sentences.append(f"{share}; {first}; mean overlap {answer['overlap']:.4f}.")
+        first = _layer_name({"module": answer["first_module"], "layer": answer["first_layer"]})
+        sentences.append(f"{share}; {first} is the first with a difference; mean overlap {answer['overlap']:.4f}.")
         sentences.append(f"Worst row: {place}, overlap {number(worst['overlap'])} ({worst['class']}).")
     lost = answer["lost"]
     if changed and lost["of"]:
@@ -51,6 +51,10 @@ def comparison_sentences(answer: Summary) -> list[str]:
         if many
     ]
     return sentences + ignored_sentences(answer) + repeats
+
+
+def _layer_name(row: dict[str, Any]) -> str:
+    return str(row["module"] or f"layer {row['layer']}")
 
 
 def ignored_sentences(answer: Summary) -> list[str]:
@@ -107,7 +111,23 @@ def own_sentences(answer: Summary) -> list[str]:
         if faulty:
             kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
             sentences.append(f"{row['module']} has faulty rows: {kinds}.")
+        sentences += _stale_sentences(row)
     return sentences
+
+
+def _stale_sentences(row: dict[str, Any]) -> list[str]:
+    """Return whether a selection may reuse what it chose for other tokens."""
+    if row["repeats"]:
+        return [
+            f"{row['module']} chose in {row['repeats']:,} of {row['calls']:,} calls what it chose in the call "
+            "before, for other tokens: a stale choice, or one that does not depend on the input."
+        ]
+    if row["chose_in"] < row["calls"]:
+        return [
+            f"{row['module']} chose in {row['chose_in']:,} of {row['calls']:,} calls. If it reuses a choice in "
+            "the others, that is stale."
+        ]
+    return []
 
 
 def _named(names: list[str]) -> str:
@@ -140,7 +160,8 @@ _CLASSES = (
     Column("worst.separation_ulps", "in units"),
 )  # fmt: skip
 _LAYERS = (
-    Column("layer", form=plain, drop=NEVER), Column("rows", form=count),
+    Column("module", form=text), Column("layer", form=plain, drop=NEVER), Column("k", form=count, drop=1),
+    Column("rows", form=count),
     Column("overlap", form=four_decimals, drop=NEVER), Column("changed", "differ", count),
     Column("first", "differ first", count),
     *(Column(name, form=count, drop=NEVER) for name in ("numeric", "bug", "unexplained")),
@@ -168,38 +189,69 @@ _KEYS = (
 
 
 def check_answer(summary: Summary) -> Answer:
-    """Return the counts of a checked selection, its worst row and the verdict."""
-    (result,) = summary["results"]
+    """Return the counts of checked selections, the worst row and the verdict."""
+    results = summary["results"]
+    rows = counted(sum(result["rows"] for result in results), "row")
+    faults = sum(result["faults"] for result in results)
+    shown = _one_checked(results[0]) if len(results) == 1 else _many_checked(results)
+    left_out = sum(result["not_checked"] for result in results)
+    if left_out:
+        shown.append(f"Not checked: {counted(left_out, 'row')} of padded queries.")
+    if any(result["counts"]["out_of_range"] for result in results):
+        shown.append("Indices that are no key may be slots of a paged cache: give positions in the sequence.")
+    for result in results:
+        if result["stale"] > max(1, result["faults"] / 2):
+            shown.append(
+                f"{result['stale']:,} of {result['faults']:,} faulty rows{_of_module(result)} choose as the row "
+                "before did, or should have: a stale choice?"
+            )
+    verdict = f"{faults:,} of {rows} {'is' if faults == 1 else 'are'} faulty."
+    return Answer(opening=[verdict], shown=[*shown, *ignored_sentences(results[0])])
+
+
+def _of_module(result: Summary) -> str:
+    return f" of {result['module']}" if result["module"] else ""
+
+
+def _one_checked(result: Summary) -> list[str | NumberTable]:
     keys = "" if result["keys"] is None else f" of {counted(result['keys'], 'key')}"
-    rows = counted(result["rows"], "row")
     counts = {**result["counts"], "not_judged": result["not_judged"]}
     classes = [
         {"class": name, "means": meaning, "rows": counts[name], "worst": result["worst_of_class"][name]}
         for name, meaning in _MEANING.items()
         if counts[name]
     ]
-    shown: list[str | NumberTable] = [
-        f"\n{result['file']}: {rows}{keys}, k = {result['k']:,}, scores of {result['format']}",
-        NumberTable(_CLASSES, classes),
-        _worst(result),
-    ]
-    if result["not_checked"]:
-        shown.append(f"Not checked: {counted(result['not_checked'], 'row')} of padded queries.")
-    if result["counts"]["out_of_range"]:
-        shown.append("Indices that are no key may be slots of a paged cache: give positions in the sequence.")
-    verdict = f"{result['faults']:,} of {rows} {'is' if result['faults'] == 1 else 'are'} faulty."
-    return Answer(opening=[verdict], shown=[*shown, *ignored_sentences(result)])
+    name = f"{result['file']}{_of_module(result)}"
+    size = f"{counted(result['rows'], 'row')}{keys}, k = {result['k']:,}, scores of {result['format']}"
+    return [f"\n{name}: {size}", NumberTable(_CLASSES, classes), _worst(result)]
+
+
+def _many_checked(results: list[Summary]) -> list[str | NumberTable]:
+    """Return a line for each module, and the gravest of their worst rows."""
+    rows = [{**result, **result["counts"]} for result in results]
+    present = [name for name in _MEANING if any(row[name] for row in rows)]
+    columns = (
+        Column("module", form=text), Column("k", form=count, drop=1), Column("rows", form=count),
+        *(Column(name, name.replace("_", " "), count) for name in present),
+    )  # fmt: skip
+    worst = max(results, key=lambda result: GRAVITY.index(result["worst"]["class"]))
+    name = f"{results[0]['file']}: {len(results):,} selections, scores of {results[0]['format']}"
+    return [f"\n{name}", NumberTable(columns, rows), f"{worst['module']}. {_worst(worst)}"]
 
 
 def comparison_answer(summary: Summary) -> Answer:
     """Return how far two selections agree, by layer, and what their differences are."""
     (result,) = summary["results"]
-    layers = counted(result["layers"][-1]["layer"] + 1, "layer")
+    named = any(row["module"] for row in result["layers"])
+    layers = counted(len(result["layers"]), "selection" if named else "layer")
     heads = "" if result["heads"] == 1 else f" × {result['heads']:,} heads"
     verdict, *more = comparison_sentences(result)
-    size = f"{counted(result['tokens'], 'token')} × {layers}{heads}, k = {result['k']:,}"
+    k = "" if result["k"] is None else f", k = {result['k']:,}"
+    size = f"{counted(result['tokens'], 'token')} × {layers}{heads}{k}"
     name = f"\n{result['file']} and {result['against']}: {size}, scores of {result['format']}"
     left_out = {"numeric", "bug"} if result["classes"]["unexplained"] else {"unexplained"}
+    left_out |= {"layer"} if named else {"module"}
+    left_out |= {"k"} if result["k"] is not None else set()
     left_out |= set() if result["lost"]["of"] else {"lost"}
     table = NumberTable([one for one in _LAYERS if one.name not in left_out], result["layers"])
     return Answer(opening=[verdict], shown=[name, table, *more])
@@ -226,13 +278,16 @@ def _worst(result: Summary) -> str:
     return f"{begin}: {scores}, {gap}."
 
 
-def _summary(entry: dict[str, Any], provenance: dict[str, Any]) -> Summary:
-    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": [entry]}))
+def _summary(entries: list[dict[str, Any]], provenance: dict[str, Any]) -> Summary:
+    return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": entries}))
 
 
 def own_summary(measured: OwnSelections, model: str, format: str, provenance: dict[str, Any]) -> Summary:
     """Return what ``--json`` prints of a model's own selections."""
-    rows = [_row(entry) for entry in measured.selections]
+    rows = [
+        _row(entry) | {"calls": measured.calls, "chose_in": measured.chose[entry.module]}
+        for entry in measured.selections
+    ]
     faults = sum(row["faults"] for row in rows)
     others = [
         {"module": module, "shape": list(shape), "times": n} for (module, shape), n in measured.others.items()
@@ -241,7 +296,7 @@ def own_summary(measured: OwnSelections, model: str, format: str, provenance: di
         "model": model, "format": format, "selections": rows, "rows": sum(row["rows"] for row in rows),
         "faults": faults, "passed": not faults, "others": others,
     }  # fmt: skip
-    return _summary(entry, provenance)
+    return _summary([entry], provenance)
 
 
 def _row(entry: OwnSelection) -> dict[str, Any]:
@@ -264,7 +319,7 @@ def _row(entry: OwnSelection) -> dict[str, Any]:
         "counts": {name: counts[name] for name in CLASSES}, "faults": sum(counts[name] for name in FAULTS),
         "future": counts["future"] if later else None, "padding": counts["padding"] if keys else None,
         "first_kept_share": sum(part.first_kept for part in parts) / number if keys and number else None,
-        "load": _load(entry, len(margin)),
+        "load": _load(entry, len(margin)), "repeats": entry.repeats,
     }  # fmt: skip
 
 
@@ -278,35 +333,57 @@ def _load(entry: OwnSelection, rows: int) -> dict[str, Any] | None:
 
 
 def comparison_summary(
-    compared: ComparedSelections, file: str, against: str, provenance: dict[str, Any]
+    compared: Sequence[ComparedSelections],
+    file: str,
+    against: str,
+    provenance: dict[str, Any],
+    facts: dict[str, Any],
 ) -> Summary:
-    """Return what ``--json`` prints of two selections."""
-    rows, layers = compared.rows, _layer_table(compared.rows)
-    diverged = layers.loc[layers["changed"] > 0, "layer"]
-    classes, lost = rows["class"].value_counts(), rows["lost"]
+    """Return what ``--json`` prints of the selections of two files."""
+    rows = pd.concat([_placed(each, order) for order, each in enumerate(compared)], ignore_index=True)
+    layers = _layer_table(rows)
+    layers.insert(2, "k", [compared[order].k for order in layers.pop("selection")])
+    diverged = layers[layers["changed"] > 0]
+    first = None if diverged.empty else diverged.iloc[0]
+    lost = rows["lost"]
+    classes = {name: int((rows["class"] == name).sum()) for name in (SAME, NUMERIC, BUG, UNEXPLAINED)}
+    judged = [each.by_own_scores for each in compared]
+    widths = {each.k for each in compared}
     entry = {
-        "file": file, "against": against, "tokens": compared.tokens, "heads": int(rows["head"].max()) + 1,
-        "k": compared.k, "format": compared.format, "rows": len(rows), "overlap": float(rows["overlap"].mean()),
-        "changed": int((rows["overlap"] < 1).sum()),
-        "classes": {str(name): int(number) for name, number in classes.items()},
-        "by_own_scores": compared.by_own_scores, "layouts": list(compared.layouts),
-        "ignored": list(compared.ignored), "first_layer": None if diverged.empty else int(diverged.iloc[0]),
-        "lost": {"of": compared.weight_of, "mean": float(lost.mean()), "largest": float(lost.max())},
+        "file": file, "against": against, "tokens": compared[0].tokens, "heads": int(rows["head"].max()) + 1,
+        "k": widths.pop() if len(widths) == 1 else None, "format": compared[0].format, "rows": len(rows),
+        "overlap": float(rows["overlap"].mean()), "changed": int((rows["overlap"] < 1).sum()), "classes": classes,
+        "by_own_scores": None if None in judged else sum(number for number in judged if number is not None),
+        "layouts": sorted({layout for each in compared for layout in each.layouts}),
+        "ignored": list(compared[0].ignored), "first_layer": None if first is None else int(first["layer"]),
+        "first_module": None if first is None else str(first["module"]),
+        "lost": {"of": compared[0].weight_of, "mean": float(lost.mean()), "largest": float(lost.max())},
         "worst": _least_overlap(rows),
-        "repeats": {"file": compared.repeats[0], "against": compared.repeats[1]},
-        "layers": layers.to_dict("records"), "passed": int(classes[BUG] + classes[UNEXPLAINED]) == 0,
+        "repeats": {
+            "file": sum(each.repeats[0] for each in compared), "against": sum(each.repeats[1] for each in compared)
+        },
+        "layers": layers.to_dict("records"), "passed": not classes[BUG] + classes[UNEXPLAINED], **facts,
     }  # fmt: skip
-    return _summary(entry, provenance)
+    return _summary([entry], provenance)
+
+
+def _placed(compared: ComparedSelections, order: int) -> pd.DataFrame:
+    """Return rows with their module and its place; those of other numbers of tokens are other tokens."""
+    return compared.rows.assign(module=compared.module, selection=order, tokens=compared.tokens)
 
 
 def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return one row for each layer of each selection, in their order."""
+    places = ["selection", "layer"]
+    order = rows.groupby(places).ngroup()
     differs = rows["overlap"] < 1
-    first = rows[differs].groupby("token")["layer"].min().value_counts()
+    first = order[differs].groupby([rows["tokens"], rows["token"]]).min().value_counts()
     classes = {name: rows["class"] == name for name in (NUMERIC, BUG, UNEXPLAINED)}
-    table = rows[["layer", "overlap", "lost"]].assign(rows=1, changed=differs, **classes)
+    table = rows[["module", *places, "overlap", "lost"]].assign(rows=1, changed=differs, **classes)
     how = {"rows": "sum", "overlap": "mean", "changed": "sum", **dict.fromkeys(classes, "sum"), "lost": "mean"}
-    layers = table.groupby("layer", as_index=False).agg(how)
-    layers.insert(4, "first", layers["layer"].map(first).fillna(0).astype("int64"))
+    layers = table.groupby(["module", *places], as_index=False, sort=False).agg(how)
+    layers = layers.sort_values(places, ignore_index=True)
+    layers.insert(6, "first", pd.Series(layers.index).map(first).fillna(0).astype("int64"))
     return layers
 
 
@@ -315,25 +392,35 @@ def _least_overlap(rows: pd.DataFrame) -> dict[str, Any]:
     explained = rows["class"].isin((SAME, NUMERIC)).to_numpy()
     row = rows.iloc[int(np.lexsort((explained, rows["overlap"].to_numpy()))[0])]
     place = {name: int(row[name]) for name in ("token", "layer", "head")}
-    return {**place, "overlap": float(row["overlap"]), "class": str(row["class"]), "lost": float(row["lost"])}
+    return {
+        "module": str(row["module"]),
+        **place,
+        "overlap": float(row["overlap"]),
+        "class": str(row["class"]),
+        "lost": float(row["lost"]),
+    }
 
 
 _NUMBERS = ("worst_chosen", "kth", "gap", "gap_ulps", "left_out", "separation", "separation_ulps")
 
 
-def check_summary(checked: CheckedSelection, file: str, provenance: dict[str, Any]) -> Summary:
-    """Return what ``--json`` prints of a checked selection."""
-    present = [
-        *(name for name, number in checked.counts.items() if number),
-        *[NOT_JUDGED] * bool(checked.not_judged),
-    ]
-    facts = ("not_checked", "not_judged", "k", "keys", "format", "counts", "faults")
-    entry = {
+def check_summary(
+    checked: Sequence[CheckedSelection], file: str, provenance: dict[str, Any], facts: dict[str, Any]
+) -> Summary:
+    """Return what ``--json`` prints of the checked selections of a file."""
+    return _summary([_checked_entry(each, file) | facts for each in checked], provenance)
+
+
+def _checked_entry(checked: CheckedSelection, file: str) -> dict[str, Any]:
+    present = [name for name, number in checked.counts.items() if number]
+    if checked.not_judged:
+        present.append(NOT_JUDGED)
+    facts = ("not_checked", "not_judged", "k", "keys", "format", "counts", "faults", "stale", "module")
+    return {
         "file": file, "rows": len(checked.rows), **{name: getattr(checked, name) for name in facts},
         "passed": not checked.faults, "worst": _numbers(checked.worst),
         "worst_of_class": {name: _numbers(checked.worst_of(name)) for name in present},
     }  # fmt: skip
-    return _summary(entry, provenance)
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
