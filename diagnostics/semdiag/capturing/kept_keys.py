@@ -163,6 +163,7 @@ class Choice:
         # Kept for their position: those so many places before and behind a query; first keys, (B or 1, Lk) bool.
         self.near: tuple[int, int] | None = None
         self.sinks: Tensor | None = None
+        self.bare: Tensor | None = None  # (B, H, Lq) bool, queries that would keep no key and keep all; None: none
         k = rule.k if isinstance(rule, TopK | RandomK) else 1
         self.counts = [k] * heads if isinstance(k, int) else list(k)  # of each head
         if len(self.counts) != heads:
@@ -355,8 +356,12 @@ class Choice:
                 kept = kept | (fixed & allowed)
         number = counted(kept)
         if not (strip.banded or told(number.all())):  # a query without any key keeps all
-            kept = kept | (allowed & (number == 0)[..., None])
+            bare = number == 0
+            kept = kept | (allowed & bare[..., None])
             number = counted(kept)
+            if self.bare is None:
+                self.bare = torch.zeros(self.call.q.shape[:3], dtype=torch.bool, device=bare.device)
+            self.bare[b, strip.heads, r] = bare & (number > 0)
         if chosen is not None and not self._reused:
             chosen[b, h, r, strip.keys] = kept[:, : chosen.shape[1]]
         return kept, number

@@ -189,6 +189,7 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
     with outside_all_modes(q.device.type):
         table = choice.table() if choice.by_table else None
         number, bare, blocks = _layout(choice, table)
+        choice.bare = None if bare is None else (bare & (number > 0)).expand(q.shape[:3])
         rows = None if choice.by_position or table is not None else row_thresholds(choice)
         if rows is not None and bare is not None and min(choice.counts) == 0:
             place = rows.place.masked_fill(bare, choice.call.k.shape[2])

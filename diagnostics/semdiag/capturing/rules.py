@@ -17,7 +17,8 @@ SHARING = "head", "group", "layer"
 class TopK:
     """Each query keeps its sinks, its window, and the k largest scores among its other keys.
 
-    Of equal scores, the one at the lower position is kept. A query with no more keys than that keeps all its keys.
+    Of equal scores, the one at the lower position is kept. A query with no more keys than that keeps all its keys,
+    and so does one whose keys are all outside its window, sinks or blocks: the audit has the number of these.
 
     Args:
         k: number of kept keys, 0 or more; or one number for each head.

@@ -51,6 +51,7 @@ class Masked:
     _real: list[tuple[int, Tensor]] = field(default_factory=list)  # numbers of queries, and whether all are real
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
     _last: tuple[Tensor, _Counts] | None = None
+    _bare: dict[str, list[Tensor]] = field(default_factory=dict)  # by module, rows that would keep no key
     _close: list[Tensor] = field(default_factory=list)  # numbers of rows whose choice rounding could change
 
     @property
@@ -118,6 +119,26 @@ class Masked:
             least, most = torch.minimum(old.least, new.least), torch.maximum(old.most, new.most)
             new = _Counts(old.layer, old.calls + 1, old.sums + new.sums, least, most)
         self._counts[place] = new
+
+    def _count_bare(self, call: AttentionCall, bare: Tensor | None) -> None:
+        """Count the queries of a call that would keep none of their keys; None: there is none."""
+        if bare is not None:
+            self._bare.setdefault(call.module, []).append((bare & call.counted).sum())
+
+    def _remark_rows(self) -> None:
+        """Remark rows in which a rule meant something else, or rounding could, and kernels that failed."""
+        remarks, close = self.audit.remarks, sum(map(int, self._close))
+        if close:
+            text = "the last kept and the first dropped score are within rounding of each other"
+            text = f"in {close:,} rows, {text}: there, the threshold may have kept the other one"
+            remarks[Remark("", text)] += 1
+        for module, numbers in self._bare.items():
+            rows = sum(map(int, numbers))
+            if rows:
+                text = f"{rows:,} rows (queries of a head) would keep none of their keys, and keep all of them"
+                remarks[Remark(module, text)] += 1
+        for reason in masked_attention.FAILED[1:]:
+            remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
 
 
 _TILE = re.compile(r"tile-(\d{1,5})x(\d{1,5})(?:-(.+))?")
@@ -216,7 +237,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
                 if (chosen := all_kept(choice)) is not None:
                     output, number = chosen[0], counted(chosen[0])
         with outside_all_modes(call.q.device.type):
-            masked._add(padding.marked(call, Audit()), keys if number is None else number, keys)
+            call = padding.marked(call, Audit())
+            masked._add(call, keys if number is None else number, keys)
+            masked._count_bare(call, choice.bare)
             if number is None or (call.q.device.type == "cpu" and not bool((number < keys).any())):
                 return None  # no key is dropped: the model runs as it is
         return output
@@ -245,14 +268,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     except torch.OutOfMemoryError as error:
         raise InputError(f"The masked model needs more memory: {out_of_memory(error)}") from error
     finally:
-        remarks, close = masked.audit.remarks, sum(map(int, masked._close))
-        if close:
-            text = "the last kept and the first dropped score are within rounding of each other"
-            remarks[
-                Remark("", f"in {close:,} rows, {text}: there, the threshold may have kept the other one")
-            ] += 1
-        for reason in masked_attention.FAILED[1:]:
-            remarks[Remark("", f"FlexAttention was not used ({reason})")] += 1
+        masked._remark_rows()
     if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
         _check(masked, partial)
 

@@ -273,6 +273,66 @@ def test_a_model_runs_in_strips_and_gives_what_a_mask_gives(autocast):
     assert masked.kept["most"].max() == 3
 
 
+PLACES = torch.arange(12)
+BACK = PLACES[:, None] - PLACES
+EMPTY = {
+    "own key hidden": BACK != 0,
+    "strided": (BACK >= 0) & (BACK % 4 == 0) & ((BACK > 0) | (PLACES[:, None] < 4)),
+    "only the first key": (PLACES == 0).expand(12, 12),
+    "far keys": BACK.abs() > 2,
+    "causal": BACK >= 0,
+}
+
+
+class ByMask(nn.Module):
+    """Attention under a mask of its own, fused or by hand, over texts of which the second is shorter."""
+
+    def __init__(self, seen, fused):
+        super().__init__()
+        self.map, self.seen, self.fused = nn.Linear(WIDTH, 3 * WIDTH), seen, fused
+
+    def forward(self, x, padding_mask, kept=True):
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.map(x).chunk(3, -1))
+        seen = self.seen & padding_mask[:, None, None] & kept
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v, seen)
+        return (q @ k.mT / 2).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rule", [Window(1), Window(3), Window(2, sinks=1), TopK(0, sinks=2), TopK(1)], ids=repr)
+@pytest.mark.parametrize("name", EMPTY)
+def test_rows_whose_keys_are_all_outside_a_window_keep_all_and_are_counted(name, rule, fused):
+    """They kept all in silence; the count leaves padding out."""
+    seen, real = EMPTY[name], torch.arange(12) < torch.tensor([[12], [9]])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = ByMask(seen, fused).double(), torch.randn(2, 12, WIDTH, dtype=torch.float64)
+    kept, bare = torch.zeros(2, 2, 12, 12, dtype=torch.bool), 0
+    q, k, _ = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in model.map(x).chunk(3, -1))
+    scores, later = q @ k.mT, bool((seen & (BACK < 0)).any())
+    before = rule.window // 2 if later else rule.window - 1
+    for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(12)).tolist():
+        keys = [j for j in range(12) if seen[i, j] and real[b, j]]
+        first = [j for j in range(12) if seen[:, j].any() and real[b, j]][: rule.sinks]
+        fixed = [j for j in keys if j in first or (-(rule.window - 1 - before) <= i - j <= before and rule.window)]
+        free = sorted((j for j in keys if j not in fixed), key=lambda j: -scores[b, h, i, j])
+        some = fixed + free[: rule.k]
+        bare += bool(keys) and not some and bool(real[b, i])
+        kept[b, h, i, some or keys] = True
+    with sparsify(model, rule) as masked:
+        found = model(x, real)
+    exact = model(x, real, kept)
+    there = kept.any(-1) & real[:, None]
+    assert (found - exact)[there].abs().max() < 1e-12
+    texts = [remark.text for remark in masked.audit.remarks if "none of their keys" in remark.text]
+    assert [int(text.split()[0]) for text in texts] == [bare] * (bare > 0)
+    if name == "only the first key" and rule == Window(1):
+        assert bare == 2 * (11 + 8)
+    if name == "causal" or rule.k:
+        assert bare == 0
+
+
 def test_a_mask_that_must_be_a_tensor_is_told_of():
     model, x = seeded(dropout=0.5)
     with sparsify(model, TopK(3)) as masked:
