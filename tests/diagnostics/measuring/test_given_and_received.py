@@ -65,3 +65,68 @@ def test_bad_input_is_one_line(calls):
         calls.recall({0: torch.zeros(2, 2, 5, 1).long()})
     with pytest.raises(InputError, match="no scores of layer 3"):
         calls.recall({3: torch.zeros(2, 2, 6, 1).long()})
+
+
+class Indexed(nn.Module):
+    """Causal attention to the keys with the largest scores of an indexer, as DeepSeek-V3.2 has it."""
+
+    def __init__(self, index_topk, fixed=None):
+        super().__init__()
+        self.map, self.index = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.index_topk, self.fixed, self.chosen = index_topk, fixed, None
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.map(x).chunk(3, -1))
+        length = x.shape[1]
+        future = torch.ones(length, length).triu(1).bool()
+        ranked = (self.index(x) @ x.mT).masked_fill(future, -torch.inf)
+        values, self.chosen = ranked.topk(min(self.index_topk, length))
+        self.chosen = self.chosen.masked_fill(values == -torch.inf, -1)[:, None]
+        seen = torch.zeros(len(x), length, length + 1).scatter(-1, self.chosen[:, 0] % (length + 1), 1.0).bool()
+        seen = seen[:, None, :, :-1] if self.fixed is None else self.fixed & ~future
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def recorded(model):
+    x = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), semdiag.capture(model.eval(), scores=True) as seen:
+        model(x)
+    return seen
+
+
+def test_the_recall_of_an_indexer_is_not_measured_among_the_keys_that_it_left():
+    """It was always 1: scores of the keys that it dropped are not in the capture."""
+    torch.manual_seed(0)
+    model = Indexed(4)
+    calls, own = recorded(model), model.chosen
+    for chosen in (own, torch.arange(4).expand(2, 1, 12, 4)):  # another indexer's, too
+        with pytest.raises(InputError, match="index_topk"):
+            calls.recall({0: chosen})
+    model.index_topk = 12
+    dense = recorded(model)
+    scores = dense.scores(0)
+    found = dense.recall({0: own}).set_index("head")["recall"]
+    for head in range(2):
+        common, exact = 0, 0
+        for b, i in torch.cartesian_prod(torch.arange(2), torch.arange(12)).tolist():
+            mine = {j for j in own[b, 0, i].tolist() if j >= 0}
+            order = sorted(range(i + 1), key=lambda j: -float(scores[b, head, i, j]))
+            common, exact = common + len(mine & set(order[: len(mine)])), exact + len(mine)
+        assert found[head] == pytest.approx(common / exact)
+        assert found[head] < 0.9
+
+
+def test_recall_under_masks_by_position_is_measured_among_the_keys_that_they_leave():
+    places = torch.arange(12)
+    back = places[:, None] - places
+    window, strided = back < 5, (back % 2 == 0)
+    for fixed in (window, strided):
+        calls = recorded(Indexed(4, fixed))
+        chosen = places[:, None].expand(2, 1, 12, 1)  # each query's own key
+        if fixed is strided:
+            with pytest.warns(UserWarning, match="the recall is among those that it sees"):
+                found = calls.recall({0: chosen})
+        else:
+            found = calls.recall({0: chosen})
+        best = calls.scores(0).argmax(-1) == places
+        assert found["recall"].tolist() == pytest.approx(best.double().mean((0, 2)).tolist())

@@ -153,7 +153,8 @@ class Calls:
 
         Indices by layer are positions of the chosen keys, (B, H or 1, L, k), -1 for none. By layer and head:
         queries (that attend to something), weight (mean weight of the chosen keys), top_weight (that of as many
-        largest), recall (share of those that were chosen). Indices that do not fit are an InputError.
+        largest), recall (share of those that were chosen). Indices that do not fit are an InputError, and so is a
+        layer that hides keys by a choice of its own, as an indexer does: of hidden keys there are no scores.
         """
         parts = []
         for layer, chosen in indices.items():
@@ -165,7 +166,9 @@ class Calls:
                     f"Indices of layer {layer} are whole numbers (B, H or 1, L, k), of {(*size[:3], 'k')}, that "
                     f"lie in 0 … {length - 1} or are -1. Got {tuple(chosen.shape)}."
                 )
-            mask = as_mask(chosen.long().expand(*size[:3], -1), length) & scores.isfinite()
+            mask = as_mask(chosen.long().expand(*size[:3], -1), length)
+            _check_seen(layer, mask, scores.isfinite())
+            mask &= scores.isfinite()
             best = largest(scores, mask.sum(-1, keepdim=True))
             attends = scores.isfinite().any(-1).sum((0, 2))
             shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]
@@ -250,6 +253,23 @@ class Calls:
             self._reduced.append(ReducedCall(place, first, before, queries, places, keys, RowStatistics(**here)))
 
         self._arrivals.send(sent | {"real": rows.queries, "some_keys": rows.keys}, receive)
+
+
+def _check_seen(layer: int, chosen: Tensor, seen: Tensor) -> None:
+    """Refuse a choice of keys that a layer, which hides keys between others, has made itself or has hidden."""
+    real = seen.any(2, keepdim=True).any(1, keepdim=True)
+    between = seen.cumsum(-1).bool() & seen.flip(-1).cumsum(-1).flip(-1).bool()
+    hidden = between & real & ~seen
+    if not bool(hidden.any()):  # a causal mask, a window, padding
+        return
+    if bool((chosen & hidden).any()) or not bool((seen & ~chosen).any()):
+        raise InputError(
+            f"Layer {layer} hides keys between those that a query sees, as an indexer does: of these there are no "
+            "scores, and a recall would be 1 whatever was chosen. Capture the model with all keys kept (of an "
+            "indexer, index_topk of at least the text's length)."
+        )
+    text = f"layer {layer} hides keys between those that a query sees: the recall is among those that it sees"
+    warnings.warn(text, stacklevel=3)
 
 
 def _group(name: str, given: Any, samples: int, length: int) -> Tensor:
