@@ -95,7 +95,7 @@ class RayWorkers:
         try:
             self._ray: Any = import_module("ray")
         except ImportError:
-            raise InputError("--ray needs Ray: pip install 'semdiag[ray]'") from None
+            raise InputError("--ray needs Ray: pip install ray") from None
         quiet = {"logging_level": "ERROR", "log_to_driver": False, "include_dashboard": None}
         try:
             self._ray.init(address=None if address == "auto" else address, **quiet)

@@ -124,7 +124,7 @@ PREFIX = "hf:"
 HEADS = "auto", "none"  # the configured head, or the body alone
 _OTHER_WEIGHTS = "pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"
 _TOKENIZER_FILES = "*token*", "vocab*", "spiece.model", "*.spm"
-_INSTALL = "pip install 'semdiag[hf]'"
+_INSTALL = "pip install transformers"
 
 
 def find_folder(spec: str) -> Path:

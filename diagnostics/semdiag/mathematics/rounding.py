@@ -141,7 +141,8 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncate
     Formula: E + e(|c q·k| + E), with E = |c| Σ(|q|b + a(|k| + b)) + γ|c| Σ(|q| + a)(|k| + b) + 2(m|c| + 1)t,
     a = e(q), b = e(k), γ = nu/(1 − nu). Accumulation in float32, rounded to nearest: n = D + 4, m = D, u = 2^−24,
     t = 2^−150. Truncated, as on tensor cores, which also cut addends at the last place of the largest:
-    n = 2D + 4, m = 2D, u = 2^−23, t = 2^−149; it is not smaller, and covers both.
+    n = 2D + 4, m = 2D, u = 2^−23, t = 2^−149; it is not smaller, and covers both. An engine that accumulates in
+    fp16 or bf16 can exceed it.
 
     Queries (..., Lq, D) and keys (..., Lk, D) are finite. The error is inf if unknown: a number is not finite, a
     sum can exceed float32's largest number, the head is wider than 2^20, |c| is neither zero nor between 2^−126

@@ -327,7 +327,7 @@ def test_a_file_is_refused_and_its_folder_named(copied):
 def test_without_transformers_the_command_to_install_it_is_named(bert):
     code = f"import sys; sys.modules['transformers'] = None; import semdiag; semdiag.load('hf:{bert}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "needs the library transformers. Install it with: pip install 'semdiag[hf]'." in done.stderr
+    assert "needs the library transformers. Install it with: pip install transformers." in done.stderr
 
 
 def test_the_library_speaks_as_before(bert):

@@ -225,13 +225,13 @@ def test_without_ray_the_pip_command_is_told(here, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     (here / "sweep.toml").write_text(SIZES, encoding="utf-8")
     line = refusal("sweep", "sweep.toml", "--ray", "auto")
-    assert line == "--ray needs Ray: pip install 'semdiag[ray]'"
+    assert line == "--ray needs Ray: pip install ray"
     assert not (here / "runs").exists()
 
 
 @pytest.mark.slow
 def test_on_ray_a_killed_worker_loses_nothing_but_its_epoch(here):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'semdiag[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     text = "train_samples = 400\nepochs = 30\n[grid]\nseed = [1, 2]\n"
     process = start(here, text, "--ray", "auto", "--retries", "1")
     wait_until(lambda: folders(here) and epochs(folders(here)[0]) >= 3, process)

@@ -178,20 +178,33 @@ def attention_reach(at: AttentionAtPoint) -> Tensor:
 
     Σ_h [ p_il ‖W_oW_v‖ + s p_il ‖W_o(v_l − v̄_i)‖ ‖W_kᵀq_i‖ + [i = l] s ‖W_o Cov_{p_i}(v, k) W_q‖ ].
 
-    Source: docs/theory.md#at-a-point. Deviation: not in the paper.
+    Source: docs/theory.md#at-a-point. Deviation: rounding is allowed for: of a product of matrices whose sums have
+    n terms, the error is at most γ_n times the product of their Frobenius norms (Higham, Accuracy and Stability,
+    ch. 3).
     """
     p = at.weights
+    heads, tokens, width = at.values.shape
+    terms = 2 * (tokens + 2 * width + 2 * at.output_weight.shape[1] + heads + 16)  # of all sums on the way, twice
+    gamma = terms * _EPS / (1 - terms * _EPS)
+    out, query, key, value = (
+        torch.linalg.matrix_norm(weight)
+        for weight in (at.output_weight, at.query_weight, at.key_weight, at.value_weight)
+    )
+    of_values, of_keys, of_queries = (x.norm(dim=-1, keepdim=True) for x in (at.values, at.keys, at.queries))
+    mean_values = p @ of_values
     value_map = at.output_weight @ at.value_weight
     means = p @ at.values
     mapped, mapped_means = (x @ at.output_weight.mT for x in (at.values, means))
     apart = torch.cdist(mapped_means, mapped, compute_mode="donot_use_mm_for_euclid_dist")
-    back = (at.queries @ at.key_weight).norm(dim=-1)
-    as_key = abs(at.scale) * apart * back[..., None]
+    apart += gamma * out[:, None, None] * (mean_values + of_values.mT)
+    back = (at.queries @ at.key_weight).norm(dim=-1, keepdim=True) + gamma * of_queries * key[:, None, None]
+    as_key = abs(at.scale) * apart * back
     own = at.output_weight[:, None] @ covariances(p, at.values, at.keys) @ at.query_weight[:, None]
-    as_query = abs(at.scale) * upper_bound(own, _GRAM_STEPS)
-    norms = torch.linalg.matrix_norm(value_map, 2)[:, None, None]
+    spread = (p @ (of_values * of_keys) + mean_values * (p @ of_keys))[..., 0]
+    as_query = abs(at.scale) * (upper_bound(own, _GRAM_STEPS) + gamma * (out * query)[:, None] * spread)
+    norms = (torch.linalg.matrix_norm(value_map, 2) + gamma * out * value)[:, None, None]
     reach: Tensor = (p * (norms + as_key) + torch.diag_embed(as_query)).sum(0)
-    return reach
+    return reach * (1 + gamma)
 
 
 def attention_columns(at: AttentionAtPoint, token: int) -> Tensor:

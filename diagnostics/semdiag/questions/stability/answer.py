@@ -26,7 +26,7 @@ from semdiag.measuring.findings.findings import (
     of_rows,
     verdicts_of,
 )
-from semdiag.measuring.findings.resampling import rank_correlation_interval, ratio_interval
+from semdiag.measuring.findings.resampling import Interval, rank_correlation_interval, ratio_interval
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
@@ -336,12 +336,19 @@ def gain_sentences(findings: Findings) -> list[str]:
         text = f"{label}: a small change of queries, keys and values can change a head's output by "
         text += f"{by_layer.max():.3g} times as much in layer {by_layer.idxmax()}, where the median over heads is "
         text += f"largest, and {by_layer.min():.3g} in layer {by_layer.idxmin()} ({samples})."
-        if gains.groupby(["layer", "head"]).ngroups >= _FEWEST_HEADS:
-            foretold = rank_correlation_interval(gains, "xi", "gain", RESAMPLES)
-            interval = interval_words(foretold.low, foretold.high, _short, gains["sample"].nunique())
-            text += f" Over heads the rank correlation of this gain with ξ is {foretold.estimate:.2f}, {interval}."
+        heads = gains.groupby(["layer", "head"], as_index=False)[["gain", "xi"]].median()
+        if len(heads) >= _FEWEST_HEADS:
+            foretold = head_correlation(heads)
+            interval = interval_words(foretold.low, foretold.high)
+            text += f" Over its {len(heads)} heads the rank correlation of this gain with ξ is "
+            text += f"{foretold.estimate:.2f}, {interval} (heads resampled)."
         sentences.append(text)
     return sentences
+
+
+def head_correlation(heads: pd.DataFrame) -> Interval:
+    """Return Spearman's correlation of ξ and gain over heads, a row each, with an interval over such heads."""
+    return rank_correlation_interval(heads.assign(sample=np.arange(len(heads))), "xi", "gain", RESAMPLES)
 
 
 _short = "{:.2g}".format

@@ -1,14 +1,21 @@
 """Constants of blocks at a point: the exact Jacobian against autograd, and one bound above the other."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.capturing.attention_calls import watch_blocks
 from semdiag.mathematics.bounds.block_bounds import log_input_constant
-from semdiag.mathematics.bounds.network_bounds import attention_columns, attention_reach, covariances
+from semdiag.mathematics.bounds.network_bounds import (
+    AttentionAtPoint,
+    attention_columns,
+    attention_reach,
+    covariances,
+)
 from semdiag.measuring.encoders.network_constants import (
     blocks_at_points,
     log_exact_constant,
@@ -73,6 +80,19 @@ def test_every_derivative_of_the_attention_is_within_its_reach(kind, wild_encode
         for token in range(int(counted.sum())):
             exact = torch.linalg.matrix_norm(attention_columns(at.attention, token), 2)
             assert (exact <= reach[:, token] * (1 + 1e-12) + 1e-12).all()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_reach_allows_for_its_own_rounding(seed):
+    """With one token nothing is left but W_o W_v: its norm, rounded, was below the true one every other time."""
+    draws = np.random.default_rng(seed)
+    out, value = (draws.normal(size=64) * 10.0 ** draws.integers(-3, 4, 64) for _ in range(2))
+    column, row = (torch.from_numpy(x)[None] for x in (out[None], value[:, None]))
+    nothing, one = torch.zeros(1, 1, 64).double(), torch.ones(1, 1, 1).double()
+    at = AttentionAtPoint(one, nothing, nothing, nothing, 0 * row, 0 * row, row, column, 1.0)
+    exact = abs(sum(Fraction(a) * Fraction(b) for a, b in zip(out.tolist(), value.tolist(), strict=True)))
+    assert Fraction(attention_reach(at).item()) >= exact
+    assert attention_reach(at).item() <= float(exact) + 1e-11 * np.linalg.norm(out) * np.linalg.norm(value)
 
 
 class Sizes(TorchDispatchMode):

@@ -1,12 +1,16 @@
 """Gains of attention heads, against whole Jacobians written out by autograd."""
 
+import numpy as np
+import pandas as pd
 import pytest
+import scipy
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.calls.running import unnamed
+from semdiag.questions.stability.answer import head_correlation
 from semdiag.questions.stability.gains import measure_gains
 from semdiag_models import Encoder, ModelConfig
 
@@ -70,3 +74,17 @@ def test_gains_are_norms_of_whole_jacobians(kind):
         largest = weights.amax(-1)
         assert row["xi"] == pytest.approx(float((2 * largest * (1 - largest)).mean()))
         assert row["value_gain"] == pytest.approx(float(torch.linalg.matrix_norm(weights, 2)), rel=1e-2)
+
+
+def test_whether_xi_foretells_a_gain_is_asked_over_heads_not_over_rows():
+    """Samples and heads were pooled: 0.04 over 72 rows of 12 heads that have -0.46."""
+    draws = np.random.default_rng(0)
+    head = np.repeat(np.arange(12), 6)
+    rows = pd.DataFrame({"layer": 0, "head": head, "sample": np.tile(np.arange(6), 12)})
+    of_sample = 100.0 * rows["sample"]  # moves both alike, whatever the head
+    rows = rows.assign(xi=head + of_sample, gain=draws.permutation(12)[head] + of_sample)
+    heads = rows.groupby(["layer", "head"], as_index=False)[["gain", "xi"]].median()
+    found = head_correlation(heads)
+    assert found.estimate == pytest.approx(scipy.stats.spearmanr(heads["xi"], heads["gain"]).statistic)
+    assert found.low < found.estimate < found.high
+    assert scipy.stats.spearmanr(rows["xi"], rows["gain"]).statistic > 0.9 > found.high
