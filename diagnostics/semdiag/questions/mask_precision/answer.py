@@ -219,8 +219,8 @@ HEADINGS = heading(
     "Certified: no rounding of operands, sum and score can move a kept score below a dropped one, or level with "
     "it. The proof holds for an error model (docs/theory.md), not for an engine's bugs.",
     "The error model rounds queries and keys without a scale, adds in float32 (an engine that adds in fp16 or "
-    "bf16 can exceed it) and rounds the scaled score once more. Rows with a bias, a soft-cap or sinks are not covered, "
-    "and are left out of every share.",
+    "bf16 can exceed it) and rounds the scaled score once more. Rows with a bias, a soft-cap or sinks are not "
+    "covered, and are left out of every share.",
     "Rounding is not passed on from layer to layer. A full-attention model is judged by the mask that top-k would "
     "choose.",
 )  # fmt: skip
