@@ -43,7 +43,7 @@ def test_the_runs_of_the_findings_have_it(entry: dict) -> None:
     assert row["epochs_to_0.95"] == entry["epochs_to_95_percent_train_accuracy"]
     assert row["train_accuracy"] == pytest.approx(entry["train_accuracy"])
     assert row["holdout_accuracy"] == pytest.approx(entry["holdout_accuracy"])
-    text = " ".join((ROOT / "docs" / "paper.md").read_text(encoding="utf-8").split())
+    text = " ".join((CHECKPOINTS / "README.md").read_text(encoding="utf-8").split())
     least = float(re.search(r"samples is ([\d.]+) ?% or more for all ten", text).group(1))
     assert len(MANIFEST) == 10
     assert 100 * entry["holdout_accuracy"] >= least - 1e-9
@@ -54,7 +54,7 @@ def test_the_findings_have_the_dispersion_of_fixed_masks() -> None:
     table = pd.read_csv(ROOT / "reports" / "reference" / "data" / "dispersion.csv")
     own = table[(table["layer"] == "all") & (table["seed"] == 153476998)]
     medians = own.pivot(index="task", columns="attention", values="p50")
-    text = " ".join((ROOT / "docs" / "paper.md").read_text(encoding="utf-8").split())
+    text = " ".join((CHECKPOINTS / "README.md").read_text(encoding="utf-8").split())
     pairs = [
         f"{row['banded'] / row['full']:.2f} and {row['block'] / row['full']:.2f}" for _, row in medians.iterrows()
     ]
@@ -74,7 +74,7 @@ def test_the_findings_have_the_constants_of_the_loss() -> None:
             label = f"{task}, {seed}" if form == "paper" else ""
             cells = [label, form, *("–" if pd.isna(v) else f"{v:.1f}" for v in values)]
             lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
-    assert "\n".join(lines) in (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    assert "\n".join(lines) in (CHECKPOINTS / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_the_findings_have_the_dispersion_before_training(tmp_path: Path) -> Non
                 for pair, m in medians.iterrows()
             }
         )
-    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    text = (CHECKPOINTS / "README.md").read_text(encoding="utf-8")
     for (task, seed), before in lines[0].items():
         assert f"| {task}, {seed} | {before} {lines[1][task, seed]}\n" in text
 
