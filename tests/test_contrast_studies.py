@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
 from collections import Counter
+from pathlib import Path
 
+import claims
 import concentration
 import contrast
 import fresh_seeds
@@ -11,10 +14,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import why_faster_figures
 
 from semdiag.measuring.findings.resampling import Interval
 from semdiag_models import InputError, configure, find_task, read_checkpoint
 from semdiag_models.sweep import SweepRun
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_runs_of_contrast_are_those_registered():
@@ -243,3 +249,37 @@ def test_a_damaged_run_is_named_and_not_trained_over(tmp_path):
     with pytest.raises(InputError, match=r"run/last\.pt"):
         contrast.train(tmp_path / "run", tiny_run(2), False)
     assert (tmp_path / "run" / "last.pt").read_bytes() == b"PK damaged"
+
+
+def test_results_stand_above_their_registrations():
+    """Of the studies that were judged; of the others nothing is said above."""
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "experiments").glob("*.md")}
+    registered = {
+        name: text for name, text in pages.items() if "before any of" in text or "before anything here" in text
+    }
+    assert len(registered) >= 9
+    for name, text in registered.items():
+        if (ROOT / "reports" / name / "verdicts.csv").exists() or name not in ("contrast", "concentration"):
+            assert 0 < text.index("\n## Result") < text.index("\n## The registration"), name
+        else:
+            assert "## Result" not in text, name
+
+
+def test_the_page_for_students_is_short_and_has_five_figures():
+    page = (ROOT / "docs" / "why-faster.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\]\(\.\./reports/why-faster/([\w-]+)\.svg\)", page)
+    assert shown == list(why_faster_figures.FIGURES)
+    assert len(shown) == 5
+    assert len(page.split()) <= 700
+    assert all((ROOT / "reports" / "why-faster" / f"{name}.svg").exists() for name in shown)
+
+
+@pytest.mark.slow
+def test_the_chain_breaks_where_the_figure_says():
+    names = [name for name, _, holds in why_faster_figures.links() if not holds]
+    assert names == ["ξ smaller", "λ smaller"]
+    assert (claims.top_over_full("dispersion") < 1).all()
+    assert (claims.top_over_full("xi_sound") > 1).all()
+    assert (claims.top_over_full("lambda_sound") > 1).all()
+    text = "".join(t.get_text() for t in why_faster_figures.chain().axes[0].texts)
+    assert "10 to 92 times full's" in text
