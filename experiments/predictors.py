@@ -36,7 +36,7 @@ from semdiag.measuring.training_runs import FINISHED, STOPPED
 from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.convergence.answer import arrivals, epochs_to
 from semdiag.questions.lipschitz.measure import plane_secants
-from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.mask_stability.measure import MASKS, NoisePlan
 from semdiag.questions.stability.measure import SecantsPlan, local_stability, with_bounds
 from semdiag_files import InputError
 from semdiag_models import ListOpsTrees
@@ -121,12 +121,13 @@ def candidates_at(
     tokens, labels, _ = snapshot.default_inputs(samples, conditions.seed)
     measured = survey([snapshot], few)
     secants = with_bounds(measured.secants, attention)
+    masks = measured[MASKS]
     values = {
         "dispersion": measured.queries["dispersion"].median(),
         **_weights_and_outputs(snapshot, tokens, few),
         "xi_local": local_stability(measured.queries).median(),
         "response": secants["weight_change"].mean(),
-        "mask_agreement": measured.masks["agreement"].mean() if len(measured.masks) else 1.0,
+        "mask_agreement": masks["agreement"].mean() if len(masks) else 1.0,
         "query_key_gradient": _query_key_share(measured.parameters),
     }
     if "loss_secant" in wanted:

@@ -8,9 +8,9 @@ import pytest
 from predictors import Study, held_out_tasks, predictor_table
 
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import optional_tables
 from semdiag.measuring.reach import cannot_represent
 from semdiag.questions.convergence.answer import arrivals, over_seeds, speed_ups
+from semdiag.questions.registry import tables as declared_tables
 from semdiag_models import TASKS, configure
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ def study() -> Study:
     nothing = pd.DataFrame({"model": []})
     measurements = Measurements(
         nothing, nothing, nothing, table("history"), nothing, SUMMARY["provenance"],
-        runs=optional_tables()["runs"].of_rows(table("runs").to_dict("records")),
+        runs=declared_tables()["runs"].of_rows(table("runs").to_dict("records")),
     )  # fmt: skip
     return Study(measurements, table("candidates"))
 

@@ -21,8 +21,6 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from semdiag.measuring import PROBE_SOURCES
-
 if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.loading import LoadedModel, load, read_budget
@@ -48,13 +46,11 @@ if TYPE_CHECKING:
     from semdiag.questions.landscape import LandscapePlan
     from semdiag.questions.lipschitz import LipschitzPlan
     from semdiag.questions.look.page import look
-    from semdiag.questions.mask_precision.measure import PrecisionPlan
+    from semdiag.questions.mask_precision import PrecisionPlan
     from semdiag.questions.mask_stability import NoisePlan
     from semdiag.reporting.report import plot, report, summary
     from semdiag.selections.check import check_selection
     from semdiag_files import InputError
-
-PROBE_SOURCES.append(lambda: import_module("semdiag.questions.registry").probes())
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
 _HOME = {
@@ -78,7 +74,7 @@ _HOME = {
     "compare": "semdiag.questions.in_python",
     "KSweepPlan": "semdiag.questions.k_sweep",
     "k_sweep": "semdiag.questions.in_python",
-    "PrecisionPlan": "semdiag.questions.mask_precision.measure",
+    "PrecisionPlan": "semdiag.questions.mask_precision",
     "NoisePlan": "semdiag.questions.mask_stability",
     "mask_precision": "semdiag.questions.in_python",
     "mask_stability": "semdiag.questions.in_python",

@@ -11,6 +11,7 @@ import torch
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.progress import Progress
 from semdiag.measuring.table import typed
 from semdiag_models import Encoder, ModelConfig, TrainingConfig, open_run, train_run
 
@@ -23,6 +24,34 @@ def own_random_numbers():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+class Recorder(Progress):
+    """Keeps what a survey tells of its progress."""
+
+    def __init__(self):
+        self.stages, self.expected, self.advanced, self.texts = [], [], [], []
+        self.events = []  # stages and steps in their order
+
+    def announce(self, stage, steps):
+        self.stages.append((stage, steps))
+        self.events.append((stage, steps))
+
+    def expect(self, steps):
+        self.expected.append(steps)
+
+    def advance(self, steps):
+        self.advanced.append(steps)
+        self.events.append(steps)
+
+    def say(self, text):
+        self.texts.append(text)
+
+
+@pytest.fixture
+def recorder():
+    """Progress that is kept in lists."""
+    return Recorder()
 
 
 @pytest.fixture

@@ -16,15 +16,15 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Subject, optional_tables
-from semdiag.measuring.probe import probes as every_probe
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import typed
 from semdiag.questions.convergence import answer as speed_and_dispersion
 from semdiag.questions.dispersion import answer as dispersion
 from semdiag.questions.k_sweep import KSweepPlan
-from semdiag.questions.k_sweep.measure import PROBE as K_SWEEP
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE
+from semdiag.questions.registry import plans as every_plan
+from semdiag.questions.registry import tables as declared_tables
 from semdiag.questions.retrieval.measure import RETRIEVAL
 from semdiag.questions.stability import answer as stability
 from semdiag.reporting.report import write_report
@@ -83,7 +83,7 @@ def with_theory(measurements, noise=0.01):
     ]
     tables = {
         name: pd.concat([part[name] for part in parts], ignore_index=True).astype(
-            dict(optional_tables()[name].columns)
+            dict(declared_tables()[name].columns)
         )
         for name in ("secants", "constants", "parameters")
     }
@@ -113,10 +113,10 @@ def with_masks(measurements, levels=(0.01, 0.1), draws=5):
             )  # fmt: skip
         if row["attention"] in ("banded", "block", "odd", "never heard of"):
             del parts[-len(levels) :]
-    tables = {"masks": [optional_tables()["masks"].empty(), *parts], "noise_effects": effects}
+    tables = {"masks": [declared_tables()["masks"].empty(), *parts], "noise_effects": effects}
     tables = {
-        name: pd.concat(t, ignore_index=True).astype(dict(optional_tables()[name].columns))[
-            list(optional_tables()[name].columns)
+        name: pd.concat(t, ignore_index=True).astype(dict(declared_tables()[name].columns))[
+            list(declared_tables()[name].columns)
         ]
         for name, t in tables.items()
     }
@@ -145,8 +145,8 @@ def with_sweep(measurements):
             for k, quantity, value in found:
                 place = {"model": row["model"], "layer": layer, "head": layer, "k": k, "quantity": quantity}
                 counts = {"queries": 100, "undefined": 0, "not_positive": 0}
-                rows.append(dict.fromkeys(optional_tables()["sweep"].columns, value) | place | counts)
-    table = optional_tables()["sweep"].of_rows(rows)
+                rows.append(dict.fromkeys(declared_tables()["sweep"].columns, value) | place | counts)
+    table = declared_tables()["sweep"].of_rows(rows)
     return measurements.replace({**measurements.provenance, "probe_samples": SAMPLES}, sweep=table)
 
 
@@ -190,10 +190,10 @@ def _theory(row, queries, noise):
     ]
     tensors = pd.DataFrame(tensors, columns=["tensor", "layer", "group"])
     return {
-        "secants": secants[list(optional_tables()["secants"].columns)],
+        "secants": secants[list(declared_tables()["secants"].columns)],
         "constants": pd.DataFrame(constants, columns=columns).assign(
             model=row["model"], holds=True, infinite=0, ln_finite=1.0
-        )[list(optional_tables()["constants"].columns)],
+        )[list(declared_tables()["constants"].columns)],
         "parameters": tensors.assign(
             ln_point=np.where(tensors["group"] == "qk", -1.5 * ten, np.nan),
             model=row["model"],
@@ -204,7 +204,7 @@ def _theory(row, queries, noise):
             ln_secant=-3 * ten,
             infinite=0,
             holds=True,
-        )[list(optional_tables()["parameters"].columns)],
+        )[list(declared_tables()["parameters"].columns)],
     }
 
 
@@ -214,8 +214,8 @@ def with_probes(measurements):
     names = ("landscape", "loss_secants", "loss_gradients", "jacobians")
     tables = {
         name: pd.concat([part[name] for part in parts], ignore_index=True)
-        .reindex(columns=list(optional_tables()[name].columns))
-        .astype(dict(optional_tables()[name].columns))
+        .reindex(columns=list(declared_tables()[name].columns))
+        .astype(dict(declared_tables()[name].columns))
         for name in names
     }
     known = {"seed": 0, "lipschitz_samples": SAMPLES}
@@ -260,8 +260,8 @@ def with_runs(measurements):
         label = kind if kind == "full" else f"{kind}-3"
         setting = json.dumps({"task": model["task"]})
         rows.append((name, model["task"], label, kind, model["seed"], setting, 4, 4, "finished"))
-    columns = optional_tables()["runs"].columns
-    runs = optional_tables()["runs"].of_rows(dict(zip(columns, row, strict=True)) for row in rows)
+    columns = declared_tables()["runs"].columns
+    runs = declared_tables()["runs"].of_rows(dict(zip(columns, row, strict=True)) for row in rows)
     return measurements.replace({**measurements.provenance, "target": 0.95}, runs=runs)
 
 
@@ -363,15 +363,14 @@ def make_everything(make_four, tiny_runs):
             found = with_tables(found)
         shown = found.landscape["model"].str.contains("full|topk") & (found.landscape["plane"] == 0)
         found = found.replace(landscape=found.landscape[shown])
-        new = [p for p in every_probe().values() if not any(len(getattr(found, table.name)) for table in p.tables)]
-        measured = survey([tiny_runs.topk], Conditions(samples=4, plans=tuple(probe.plan() for probe in new)))
+        new = [plan for plan in every_plan() if not any(table.name in found for table in plan.tables())]
+        measured = survey([tiny_runs.topk], Conditions(samples=4, plans=tuple(plan() for plan in new)))
         tables = {
             table.name: pd.concat(
-                [getattr(measured, table.name).assign(model=model) for model in found.models["model"]],
-                ignore_index=True,
+                [measured[table].assign(model=model) for model in found.models["model"]], ignore_index=True
             )
-            for probe in new
-            for table in probe.tables
+            for plan in new
+            for table in plan.tables()
         }
         return found.replace({**measured.provenance, **found.provenance}, **tables)
 
@@ -409,5 +408,6 @@ def k_sweep_tables(model, tokens, labels=None, plan=None, *, min_keys=1, said=No
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     chosen = {"batch_size": 100, "device": torch.device("cpu"), "dtype": torch.float32, "seed": 0, **how}
     batches = split(tokens, chosen["batch_size"])
-    subject = Subject(loaded, batches, labels, **chosen, said=[] if said is None else said)
-    return K_SWEEP.measure(subject, plan or KSweepPlan(), min_keys)
+    notes = [] if said is None else said
+    subject = Subject(loaded, batches, labels, **chosen, notes=notes, min_keys=min_keys)
+    return (plan or KSweepPlan()).measure(subject)

@@ -23,6 +23,7 @@ from semdiag.commands.train import train
 from semdiag.presenting import options
 from semdiag.presenting.question import SAMPLING, Asked, Question
 from semdiag.presenting.terminal import beside_json, say, speak_any_language, tell
+from semdiag.questions import registry
 from semdiag.questions.registry import QUESTIONS
 
 _REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # allowed with --from
@@ -60,7 +61,7 @@ def _report(
     """
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measurements import Measurements
-    from semdiag.measuring.probe import ReportOptions, probes
+    from semdiag.measuring.plan import ReportOptions
     from semdiag.presenting.answer import MOST
     from semdiag.presenting.progress import Stages
     from semdiag.presenting.tables import say_sentences
@@ -76,7 +77,7 @@ def _report(
             names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in unused))
             raise InputError(f"--from draws saved measurements as they are: leave out {names}.")
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not just its data folder
-        findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
+        findings = Findings(Measurements.load(redraw / "data" if whole else redraw, registry.tables().values()))
         look = kept_page(redraw)
     else:
         ks = options.whole_numbers(values["k"], "--k")
@@ -86,7 +87,8 @@ def _report(
         if pieces and not minutes:
             raise InputError("--lengths runs the model with masks, and --rerun-minutes 0 does not: leave one out.")
         asked = ReportOptions(levels, values["seed"], smallest, thorough, 60 * minutes or None, pieces)
-        plans = tuple(plan for probe in probes().values() if (plan := probe.reported(asked)) is not None)
+        reported_plans = [kind.for_report(asked) for kind in registry.plans()]
+        plans = tuple(plan for plan in reported_plans if plan is not None)
         few = {"probe_samples": _PROBE_SAMPLES, "k_lowers": "k" not in shared.typed}
         conditions = shared.conditions(keep_queries, k=ks, plans=plans, **few)
         findings, loaded = shared.measured(values["models"], conditions, keep_queries=keep_queries)

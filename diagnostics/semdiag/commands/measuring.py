@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from semdiag.measuring.progress import Progress
 from semdiag.presenting import options
 from semdiag.presenting.question import SAMPLING, Question
 
@@ -188,11 +189,11 @@ class Asked:
                 conditions = replace(conditions, first=conditions.samples)
             many = len(encoders) == len(paths) >= _MANY and conditions.plans
             if run is None and (jobs or ray or (many and _several_cores(conditions.device))):
-                run = in_processes(jobs, ray)
-            say = (lambda text: None) if quiet else (lambda text: tell(f"semdiag: {text}"))
-            measurements = (run or partial(survey, own=True, expect=bar.expect, say=say))(
-                loaded, conditions, bar.announce, bar.advance
-            )
+                run = partial(measure_in_processes, jobs=jobs, ray=ray)
+            if run is None:
+                measurements = survey(loaded, conditions, bar, may_move_models=True)
+            else:
+                measurements = run(loaded, conditions, bar)
         for remark in () if quiet else measurements.remarks.to_dict("records"):
             if remark["severity"] == WARNING:
                 tell(f"semdiag: {remark['model']}: {remark['text']}.")
@@ -350,38 +351,72 @@ def _several_cores(device: str) -> bool:
     return find_device(device).type == "cpu" and cores() > 1
 
 
-def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements]":
-    """Return a function that measures models in other processes, by default in as many as there is room for."""
-    from semdiag.measuring.survey import one_thread, run_in_parallel, run_order, survey
+def measure_in_processes(
+    loaded: "Sequence[LoadedModel]",
+    conditions: "Conditions",
+    progress: "Progress",
+    *,
+    jobs: int | None,
+    ray: str,
+) -> "Measurements":
+    """Measure models in other processes, by default in as many as there is room for.
+
+    Of one model on a CPU the masks of its reruns are divided among the processes, since models cannot be.
+    """
+    from semdiag.measuring.survey import one_thread, run_in_parallel, run_order, survey, survey_elsewhere
     from semdiag_files.workers import LocalWorkers, RayWorkers
+
+    divided = None if ray else _with_divided_masks(loaded, conditions, jobs)
+    if divided is not None:
+        with one_thread():  # as each of the processes has
+            return survey(loaded, divided, _StagesAlone(progress))
+
+    def ended(path: str) -> None:
+        for _ in range(1 + len(conditions.plans)):
+            progress.announce(path, 0)
+        progress.advance(0)
+
+    def measure_paths(paths: list[str], decided: "Conditions") -> "list[Measurements]":
+        orders = [(path, (path, decided)) for path in paths]
+        if ray:
+            return run_in_parallel(orders, RayWorkers(ray, 0.0, jobs, run_order), ended)
+        largest = max(model.size for model in loaded)
+        return run_in_parallel(orders, LocalWorkers(jobs, run_order, len(orders), largest), ended)
+
+    return survey_elsewhere(loaded, conditions, measure_paths)
+
+
+def _with_divided_masks(
+    loaded: "Sequence[LoadedModel]", conditions: "Conditions", jobs: int | None
+) -> "Conditions | None":
+    """Return conditions whose plans divide the masks of a single model among processes; None if none does."""
+    from semdiag.questions.k_sweep import KSweepPlan
     from semdiag_models.training import find_device
 
-    def run(
-        loaded: "list[LoadedModel]",
-        conditions: "Conditions",
-        announce: Callable[[str, int], None],
-        after_batch: Callable[[int], None],
-    ) -> "Measurements":
-        def ended(path: str) -> None:
-            for _ in range(1 + len(conditions.plans)):
-                announce(path, 0)
-            after_batch(0)
+    if len(loaded) != 1 or jobs is None or jobs < 2 or find_device(conditions.device).type != "cpu":
+        return None
+    reruns = [
+        plan for plan in conditions.plans if isinstance(plan, KSweepPlan) and plan.reruns(loaded[0].external)
+    ]
+    if not reruns:
+        return None
+    plans = tuple(
+        replace(plan, jobs=jobs) if isinstance(plan, KSweepPlan) and plan in reruns else plan
+        for plan in conditions.plans
+    )
+    return replace(conditions, plans=plans)
 
-        reruns = [hasattr(plan, "reruns") and plan.reruns(loaded[0].external) for plan in conditions.plans]
-        alone = len(loaded) == 1 and find_device(conditions.device).type == "cpu"
-        if alone and jobs and jobs > 1 and not ray and any(reruns):  # their masks are divided, not models
-            pairs = zip(conditions.plans, reruns, strict=True)
-            plans = tuple(replace(plan, jobs=jobs) if again else plan for plan, again in pairs)
-            with one_thread():  # as each of the processes has
-                return survey(loaded, replace(conditions, plans=plans), lambda path, steps: announce(path, 0))
 
-        def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
-            orders = [(path, (path, decided)) for path in paths]
-            if ray:
-                return run_in_parallel(orders, RayWorkers(ray, 0.0, jobs, run_order), ended)
-            local = LocalWorkers(jobs, run_order, len(orders), max(model.size for model in loaded))
-            return run_in_parallel(orders, local, ended)
+class _StagesAlone(Progress):
+    """Passes on the stages of a survey whose steps are made in other processes."""
 
-        return survey(loaded, conditions, elsewhere=apart)
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
 
-    return run
+    def announce(self, stage: str, steps: int) -> None:
+        """Start a stage of unknown length."""
+        self._progress.announce(stage, 0)
+
+    def say(self, text: str) -> None:
+        """Pass on what a long run will take."""
+        self._progress.say(text)

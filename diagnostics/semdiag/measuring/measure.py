@@ -27,8 +27,9 @@ from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Co
 from semdiag.measuring.calls.running import Run, running, unnamed
 from semdiag.measuring.encoders.traces import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Watcher, probes
+from semdiag.measuring.plan import Plan
 from semdiag.measuring.reach import cannot_represent
+from semdiag.measuring.subject import Watcher
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS, typed
 from semdiag.measuring.training_runs import setting_in_words
 from semdiag.measuring.words import counted
@@ -311,7 +312,7 @@ class Conditions:
     texts: TextOptions = AS_THEY_ARE  # how texts become inputs of external models
     encoders_only: bool = False  # whether external models are refused
     probe_samples: int | None = None  # number of samples for probes that run a model many times; None means all
-    plans: tuple[Any, ...] = ()  # further measurements; each has the type of a registered probe's plan
+    plans: tuple[Plan, ...] = ()  # further measurements
 
     def __post_init__(self) -> None:
         QueryDraws(self.queries, self.seed)  # refuses too few queries
@@ -326,13 +327,12 @@ class Conditions:
         if self.dtype not in {"auto", *DTYPES}:
             raise InputError(f"dtype must be auto, {', '.join(DTYPES)}. Got {self.dtype!r}.")
         for plan in self.plans:
-            if type(plan) not in probes():
-                raise TypeError(f"Plans must be {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
-        kinds = [
-            type(plan).__name__ for plan in self.plans
-        ]  # a later plan's tables would replace an earlier one's
-        if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
-            raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
+            if not isinstance(plan, Plan):
+                raise TypeError(f"Plans are instances of subclasses of Plan. Got {plan!r}.")
+        kinds = [type(plan).__name__ for plan in self.plans]
+        for kind in kinds:
+            if kinds.count(kind) > 1:  # the later plan's tables would replace the earlier one's
+                raise TypeError(f"Conditions take one plan of a type. Got several of {kind}.")
 
     def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:
         """Replace ``auto`` by one dtype for all models."""

@@ -4,13 +4,24 @@ import json
 from collections.abc import Collection, Iterable
 from html import escape
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pandas as pd
 
 from semdiag.measuring.percentiles import percentile_rows
-from semdiag.measuring.probe import EVERYWHERE, optional_tables
-from semdiag.measuring.table import CORE, DEFAULTS, TABLES, read_parquet, rows_of
+from semdiag.measuring.row_sample import SKETCHES
+from semdiag.measuring.table import (
+    CALLS,
+    CORE,
+    DEFAULTS,
+    HEADS,
+    REMARKS,
+    SKIPPED,
+    TABLES,
+    Table,
+    read_parquet,
+    rows_of,
+)  # fmt: skip
 from semdiag.measuring.words import counted
 from semdiag_files import MEBIBYTE, InputError, read_bytes, read_json
 from semdiag_models import sha256
@@ -24,27 +35,39 @@ def write_sums(folder: Path, names: Collection[str]) -> None:
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
-def _check_sums(folder: Path, names: Collection[str]) -> None:
-    """Refuse files that differ from those of :func:`write_sums`; without its file, check nothing."""
+def _recorded_sums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file that :func:`write_sums` recorded, by name; empty without its file."""
     if not (folder / SUMS).exists():
-        return
+        return {}
     lines = read_bytes(folder / SUMS, MEBIBYTE).decode("utf-8", errors="replace").splitlines()
-    recorded = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    for name in sorted({*recorded, *names}):  # also tables of another version, which this one does not read
-        here = Path(name).name == name and (folder / name).is_file()
-        if not here or name not in recorded or sha256(folder / name) != recorded[name]:
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def _check_sums(folder: Path) -> None:
+    """Refuse files that differ from those of :func:`write_sums`, or that it did not record."""
+    recorded = _recorded_sums(folder)
+    if not recorded:
+        return
+    needed = (*(f"{table}.parquet" for table in TABLES), "provenance.json")
+    for name in sorted({*recorded, *needed, *(path.name for path in folder.glob("*.parquet"))}):
+        there = Path(name).name == name and (folder / name).is_file()  # no file elsewhere is opened
+        if not there or name not in recorded or sha256(folder / name) != recorded[name]:
             raise InputError(
                 f"{folder / name} differs from what {SUMS} beside it recorded: it is damaged, missing or changed. "
                 f"Restore it from a copy, or remove {SUMS} if the change is intended."
             )
 
 
+EVERYWHERE = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES)  # further tables of every forward pass
+_OF_EVERY_PASS = {table.name: table for table in EVERYWHERE}
+
+
 class Measurements:
     """All measurements of one or several models.
 
-    Every table is an attribute and has the column ``model`` (the path as the user named it). Layers, heads and
-    positions count from 0; scores are in nats. The first five tables always exist; the others, described in
-    :func:`~semdiag.measuring.probe.optional_tables`, are empty if they were not measured.
+    Every measured table is an attribute and has the column ``model`` (the path as the user named it). Layers,
+    heads and positions count from 0; scores are in nats. ``measurements[TABLE]`` is a declared table, which has
+    no rows if it was not measured.
 
     Args:
         models: one row per model: path, origin, task, attention, other settings, sizes, samples, drawn (queries
@@ -59,7 +82,7 @@ class Measurements:
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
-        tables: further tables by name; an unknown name is a TypeError.
+        tables: further tables by name.
     """
 
     models: pd.DataFrame
@@ -79,36 +102,52 @@ class Measurements:
         provenance: dict[str, Any] | None = None,
         **tables: pd.DataFrame,
     ) -> None:
-        more = tables.keys() - {table.name for table in EVERYWHERE}
-        unknown = sorted(more - optional_tables().keys()) if more else []  # questions are loaded when first needed
-        if unknown:
-            raise TypeError(
-                f"Tables of measurements are {', '.join([*TABLES, *optional_tables()])}. Got {unknown[0]!r}."
-            )
         self.models = models.assign(**{name: x for name, x in DEFAULTS.items() if name not in models})
         self.queries, self.loads, self.history, self.non_finite = queries, loads, history, non_finite
         self.provenance = {} if provenance is None else provenance
         self._tables = tables
 
+    def __getitem__(self, table: Table) -> pd.DataFrame:
+        """Return a declared table, without rows if it was not measured."""
+        if table.name in TABLES:
+            return cast("pd.DataFrame", getattr(self, table.name))
+        if table.name in self._tables:
+            return self._tables[table.name]
+        return table.empty()
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a table was measured and has rows."""
+        return len(self._by_name().get(name, ())) > 0
+
     def __getattr__(self, name: str) -> pd.DataFrame:
-        if name.startswith("_") or name not in optional_tables():
-            raise AttributeError(f"{type(self).__name__} has no table {name!r}")
-        if name not in self._tables:
-            self._tables[name] = optional_tables()[name].empty()
-        return self._tables[name]
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if name in self._tables:
+            return self._tables[name]
+        if name in _OF_EVERY_PASS:
+            return _OF_EVERY_PASS[name].empty()
+        raise AttributeError(
+            f"These measurements have no table {name!r}. They have {', '.join(self._by_name())}; a probe like "
+            "semdiag.k_sweep makes more."
+        )
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *optional_tables()]
+        return [*super().__dir__(), *_OF_EVERY_PASS, *self._tables]
 
     def __repr__(self) -> str:
-        tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
-        measured = [f"{name} ({counted(len(table), 'row')})" for name, table in tables.items() if len(table)]
+        measured = [
+            f"{name} ({counted(len(table), 'row')})" for name, table in self._by_name().items() if len(table)
+        ]
         return f"Measurements of {counted(len(self.models), 'model')}: {', '.join(measured)}"
+
+    def _by_name(self) -> dict[str, pd.DataFrame]:
+        """Return every table that was measured, with or without rows."""
+        return {name: getattr(self, name) for name in TABLES} | self._tables
 
     def replace(self, provenance: dict[str, Any] | None = None, /, **tables: pd.DataFrame) -> Self:
         """Return these measurements with some tables, or the provenance, replaced or added."""
-        known = {name: getattr(self, name) for name in TABLES} | self._tables | tables
-        return type(self)(**known, provenance=self.provenance if provenance is None else provenance)
+        kept_provenance = self.provenance if provenance is None else provenance
+        return type(self)(**{**self._by_name(), **tables}, provenance=kept_provenance)
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
@@ -121,10 +160,10 @@ class Measurements:
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
         tables = {}
-        for name in (*TABLES, *optional_tables()):
-            several = [getattr(part, name) for part in parts]
-            filled = [table for table in several if len(table)] or several[:1]
-            tables[name] = pd.concat(filled, ignore_index=True)
+        for name in dict.fromkeys(name for part in parts for name in part._by_name()):
+            several = [part._by_name()[name] for part in parts if name in part._by_name()]
+            with_rows = [table for table in several if len(table)] or several[:1]
+            tables[name] = pd.concat(with_rows, ignore_index=True)
         first, *others = (part.provenance for part in parts)
         shared = {n: x for n, x in first.items() if all(n in other and other[n] == x for other in others)}
         return cls(**tables, provenance=shared)
@@ -133,42 +172,48 @@ class Measurements:
         """Write one parquet file per measured table, ``provenance.json``, and the ``SHA256SUMS`` of all."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        recorded = _recorded_sums(folder)
+        if {"models.parquet", "provenance.json"} <= recorded.keys():  # earlier measurements
+            for name in recorded:
+                (folder / Path(name).name).unlink(missing_ok=True)
         (folder / SUMS).unlink(missing_ok=True)
-        for name in (*TABLES, *optional_tables()):
-            file, table = folder / f"{name}.parquet", getattr(self, name)
-            if name not in TABLES and table.empty:
-                file.unlink(missing_ok=True)
-            else:
-                table.to_parquet(file, index=False)
+        files = ["provenance.json"]
+        for name, table in self._by_name().items():
+            if name in TABLES or len(table):
+                files.append(f"{name}.parquet")
+                table.to_parquet(folder / files[-1], index=False)
         (folder / "provenance.json").write_text(json.dumps(self.provenance, indent=1) + "\n", encoding="utf-8")
-        write_sums(folder, _files(folder))
+        write_sums(folder, files)
 
     @classmethod
-    def load(cls, folder: Path | str) -> Self:
-        """Read what :meth:`save` wrote; files and columns that are missing, damaged or wrong are an InputError."""
+    def load(cls, folder: Path | str, declared: Iterable[Table] = ()) -> Self:
+        """Read what :meth:`save` wrote; files and columns that are missing, damaged or wrong are an InputError.
+
+        declared: tables, beyond those of every forward pass, whose columns are checked.
+        """
         folder = Path(folder)
-        _check_sums(folder, _files(folder))
+        _check_sums(folder)
+        recorded = _recorded_sums(folder) or [path.name for path in folder.glob("*.parquet")]
+        files = {Path(name).stem: folder / name for name in sorted(recorded) if name.endswith(".parquet")}
+        files |= {name: folder / f"{name}.parquet" for name in TABLES}  # a missing one is an error
         try:
-            tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
-            for name, declared in optional_tables().items():
-                file = folder / f"{name}.parquet"
-                tables[name] = read_parquet(file) if file.exists() else declared.empty()
+            tables = {name: read_parquet(file) for name, file in files.items()}
             provenance = read_json(folder / "provenance.json")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        for table in (*CORE, *optional_tables().values()):
-            table.check(tables[table.name], str(folder / f"{table.name}.parquet"))
+        for table in (*CORE, *EVERYWHERE, *declared):
+            if table.name in tables:
+                table.check(tables[table.name], str(files[table.name]))
         _check_together(folder, tables, provenance)
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:
         """Return the measurements of one model, a value of the column ``model``."""
-        tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
-        own = {name: rows_of(table, model) for name, table in tables.items()}
-        return type(self)(**own, provenance=self.provenance)
+        of_model = {name: rows_of(table, model) for name, table in self._by_name().items()}
+        return type(self)(**of_model, provenance=self.provenance)
 
     def _repr_html_(self) -> str:
         columns = ["layer", "head", "queries", "mean", "p50", "p95", "p100"]
@@ -181,12 +226,6 @@ class Measurements:
         return text
 
 
-def _files(folder: Path) -> list[str]:
-    """Return the names of the files in a folder that a version of :meth:`Measurements.save` wrote."""
-    names = (*(f"{name}.parquet" for name in (*TABLES, *optional_tables())), "provenance.json")
-    return [name for name in names if (folder / name).exists()]
-
-
 def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:
     models = tables["models"]["model"]
     if not isinstance(provenance, dict):
@@ -194,5 +233,7 @@ def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: A
     if not len(models) or models.isna().any() or models.duplicated().any():
         raise InputError(f"{folder / 'models.parquet'} must list every model once, and at least one.")
     for name, table in tables.items():
+        if "model" not in table:
+            raise InputError(f"{folder / name}.parquet is no table of measurements: it lacks the column model.")
         if not table["model"].isin(models).all():
             raise InputError(f"{folder / name}.parquet names a model that models.parquet does not list.")

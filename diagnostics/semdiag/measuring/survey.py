@@ -21,8 +21,8 @@ from semdiag.measuring.calls.memory import demand, fitting_batch, halving
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Probe, Subject
-from semdiag.measuring.probe import probes as all_probes
+from semdiag.measuring.progress import Progress
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import REMARKS
 from semdiag.measuring.words import counted
 from semdiag_files import InputError
@@ -31,9 +31,6 @@ from semdiag_models.training import find_device, with_float64
 
 if TYPE_CHECKING:
     from semdiag_files.workers import Workers
-
-
-Asked = tuple[Probe, Any, Any]  # a probe, its plan, and what it prepared
 
 
 class Inputs(NamedTuple):
@@ -45,65 +42,61 @@ class Inputs(NamedTuple):
     model: LoadedModel  # model to which the inputs belong
 
 
-class Progress(NamedTuple):
-    """Callbacks that report the progress of a survey."""
-
-    announce: Callable[[str, int], None] = lambda model, samples: None
-    after_batch: Callable[[int], None] = lambda samples: None  # called with the number of finished steps
-    expect: Callable[[int], None] = lambda steps: None  # with the steps of a stage that become known later
-    say: Callable[[str], None] = lambda text: None  # called with what a long run will take
-
-
 def survey(
     models: Sequence[Path | LoadedModel],
     conditions: Conditions,
-    announce: Callable[[str, int], None] = lambda model, samples: None,
-    after_batch: Callable[[int], None] = lambda samples: None,
+    progress: Progress | None = None,
     *,
-    own: bool = False,
-    expect: Callable[[int], None] = lambda steps: None,
-    say: Callable[[str], None] = lambda text: None,
-    given: Inputs | None = None,
-    elsewhere: Callable[[list[str], Conditions], list[Measurements]] | None = None,
+    may_move_models: bool = False,
+    inputs: Inputs | None = None,
 ) -> Measurements:
-    """Load and measure several models."""
+    """Load and measure several models in this process.
+
+    may_move_models: whether loaded models may be moved to the device in place, rather than copied.
+    inputs: on which all are measured; None: each on its own, or on those of the conditions.
+    """
+    progress = Progress() if progress is None else progress
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = load_all(models, conditions.config, conditions.head)
     device, conditions = _decided(loaded, conditions)
-    for model in loaded if conditions.encoders_only else ():
-        _ = model.encoder  # refuses any other model
-    inputs = [given or Inputs(*inputs_of(x, conditions), x) for x in loaded] if elsewhere is None else []
-    asked = _prepared(conditions)
-    for model in loaded:
-        for probe, plan, known in asked:
-            probe.check(model, plan, known)
-    progress = Progress(announce, after_batch, expect, say)
-    if elsewhere is not None:
-        parts = elsewhere([model.path for model in loaded], conditions)
-    else:
-        parts = []
-        for model, named, known in zip(loaded, models, inputs, strict=True):
-            ours = own or not isinstance(named, LoadedModel)
-            parts.append(_surveyed(model, known, conditions, device, asked, ours, progress))
+    every_input = [inputs or Inputs(*inputs_of(model, conditions), model) for model in loaded]
+    parts = []
+    for model, source, model_inputs in zip(loaded, models, every_input, strict=True):
+        may_move = may_move_models or not isinstance(source, LoadedModel)
+        parts.append(_surveyed(model, model_inputs, conditions, device, may_move, progress))
+    return _joined(parts, loaded, conditions)
+
+
+def survey_elsewhere(
+    models: Sequence[Path | LoadedModel],
+    conditions: Conditions,
+    measure_paths: Callable[[list[str], Conditions], list[Measurements]],
+) -> Measurements:
+    """Measure several models by a function that does it in other processes, and join their measurements."""
+    loaded = load_all(models, conditions.config, conditions.head)
+    _, conditions = _decided(loaded, conditions)
+    return _joined(measure_paths([model.path for model in loaded], conditions), loaded, conditions)
+
+
+def _joined(parts: Sequence[Measurements], loaded: Sequence[LoadedModel], conditions: Conditions) -> Measurements:
+    """Join the measurements of models, with what the plans record."""
     joined = Measurements.concat(parts)
-    largest = int(joined.models["samples"].max())
-    joined.provenance.update(seed=conditions.seed, samples=largest)
-    few = min(conditions.probe_samples or largest, largest)
-    for probe, plan, _ in asked:  # external models may have measured something else
-        if any(not model.external for model in loaded) or len(getattr(joined, probe.tables[0].name)):
-            joined.provenance.update(probe.provenance(plan, largest, few))
+    samples = int(joined.models["samples"].max())
+    joined.provenance.update(seed=conditions.seed, samples=samples)
+    probe_samples = min(conditions.probe_samples or samples, samples)
+    encoders = any(not model.external for model in loaded)
+    for plan in conditions.plans:  # external models may have measured something else
+        if encoders or len(joined[plan.tables()[0]]):
+            joined.provenance.update(plan.provenance(samples, probe_samples))
     return joined
-
-
-def _prepared(conditions: Conditions) -> list[Asked]:
-    probes = [(all_probes()[type(plan)], plan) for plan in conditions.plans]
-    return [(probe, plan, probe.prepare(plan, conditions)) for probe, plan in probes]
 
 
 def _decided(loaded: Sequence[LoadedModel], conditions: Conditions) -> tuple[torch.device, Conditions]:
     """Return device and conditions for all models; encoders draw their keys by the seed from now on."""
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
+    for model in loaded if conditions.encoders_only else ():
+        _ = model.encoder  # refuses any other model
     if conditions.dtype == "float64":
         device = with_float64(device)
     for model in loaded:
@@ -117,82 +110,93 @@ def _surveyed(
     inputs: Inputs,
     conditions: Conditions,
     device: torch.device,
-    asked: Sequence[Asked],
-    ours: bool,
+    may_move: bool,
     progress: Progress,
 ) -> Measurements:
     """Measure one model, in batches that fit in memory."""
-    if model.external and ours:
+    if model.external and may_move:
         placed(model.module, device, DTYPES[conditions.dtype])  # in place: it may be large
-    batches, size = inputs.batches, conditions.batch_size
-    if (wanted := demand(model, batches, device, DTYPES[conditions.dtype])) is not None:
+    batches = inputs.batches
+    size = conditions.batch_size
+    memory = demand(model, batches, device, DTYPES[conditions.dtype])
+    if memory is not None:
         masks = max((getattr(plan, "masks", 0) for plan in conditions.plans), default=0)
-        most = max((getattr(plan, "largest_k", 0) for plan in conditions.plans), default=0)
-        fits, text = fitting_batch(
-            wanted, model.path, batches, device, most or max(conditions.k, default=1), masks
-        )
+        largest_k = max((getattr(plan, "largest_k", 0) for plan in conditions.plans), default=0)
+        k = largest_k or max(conditions.k, default=1)
+        fitting, text = fitting_batch(memory, model.path, batches, device, k, masks)
         progress.say(f"{model.path}: {text}.")
-        if fits < max(map(samples_of, batches)):
-            batches, size = [part for batch in batches for part in each(batch, fits)], fits
+        if fitting < max(map(samples_of, batches)):
+            size = fitting
+            batches = [part for batch in batches for part in each(batch, size)]
 
-    def run(cut: list[Batch], at_once: int) -> Measurements:
-        now = replace(conditions, batch_size=at_once)
-        return _measured(model, inputs._replace(batches=cut), now, device, asked, progress)
+    def run(cut: list[Batch], batch_size: int) -> Measurements:
+        of_size = replace(conditions, batch_size=batch_size)
+        return _measured(model, inputs._replace(batches=cut), of_size, device, progress)
 
     return halving(run, batches, size, lambda text: progress.say(f"{model.path}: {text}."))
 
 
 def _measured(
-    model: LoadedModel,
-    inputs: Inputs,
-    conditions: Conditions,
-    device: torch.device,
-    asked: Sequence[Asked],
-    progress: Progress,
+    model: LoadedModel, inputs: Inputs, conditions: Conditions, device: torch.device, progress: Progress
 ) -> Measurements:
     """Measure one model in batches that may be too large."""
-    batches, labels, source, whose = inputs
-    progress.announce(model.path, sum(map(samples_of, batches)))
+    dtype = DTYPES[conditions.dtype]
+    progress.announce(model.path, sum(map(samples_of, inputs.batches)))
     subject = Subject(
-        model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
-        conditions.queries, conditions.probe_samples, progress.after_batch, progress.expect,
-    )  # fmt: skip
-    for probe, plan, known in asked:
-        subject.watch(probe, plan, known)
+        model,
+        inputs.batches,
+        inputs.labels,
+        conditions.seed,
+        conditions.batch_size,
+        device,
+        dtype,
+        queries=conditions.queries,
+        probe_samples=conditions.probe_samples,
+        min_keys=conditions.min_keys,
+        progress=progress,
+    )
+    for plan in conditions.plans:
+        subject.watch(plan)
     part = measure(
         model,
-        batches,
-        labels=labels,
-        inputs=source,
-        k=_counterfactual(model, batches, conditions),
+        inputs.batches,
+        labels=inputs.labels,
+        inputs=inputs.source,
+        k=_counterfactual(model, inputs.batches, conditions),
         device=device,
-        dtype=DTYPES[conditions.dtype],
+        dtype=dtype,
         queries=conditions.queries,
         seed=conditions.seed,
         min_keys=conditions.min_keys,
         max_queries=conditions.max_queries,
-        after_batch=progress.after_batch,
+        after_batch=progress.advance,
         watchers=[*subject.watchers.values()],
     )
-    tables: dict[str, pd.DataFrame] = {}
-    diverged = has_diverged(part)
-    for probe, plan, known in asked:
-        if diverged:
-            subject.note(probe.name, "its attention scores are not finite")
-            continue
-        if conditions.queries is not None and not probe.draws:
-            subject.note(probe.name, "it needs every query, but --queries drew only some")
-            continue
-        progress.announce(f"{model.path}: {probe.name}", 0 if model.external else probe.steps(plan))
-        try:
-            tables |= probe.measure(subject, plan, known)
-        except NotAvailableError as reason:
-            subject.note(probe.name, str(reason))
-    more = _cut_texts(model, batches, conditions) if model is whose else []
-    more += remarks_on(model, batches, subject.seed)
-    rows = REMARKS.of_rows({"model": model.path, **remark.to_dict(), "times": 1} for remark in more)
+    tables = _planned(subject, conditions, has_diverged(part))
+    texts_cut = _cut_texts(model, inputs.batches, conditions) if model is inputs.model else []
+    further = [*texts_cut, *remarks_on(model, inputs.batches, subject.seed)]
+    rows = REMARKS.of_rows({"model": model.path, **remark.to_dict(), "times": 1} for remark in further)
     remarks = pd.concat([part.remarks, subject.remarks, rows], ignore_index=True)
     return part.replace(**tables, remarks=remarks)
+
+
+def _planned(subject: Subject, conditions: Conditions, diverged: bool) -> dict[str, pd.DataFrame]:
+    """Return the tables of all plans; what cannot be measured is noted with the subject."""
+    tables: dict[str, pd.DataFrame] = {}
+    for plan in conditions.plans:
+        if diverged:
+            subject.note(plan.name, "its attention scores are not finite")
+            continue
+        if conditions.queries is not None and not plan.takes_drawn_queries:
+            subject.note(plan.name, "it needs every query, but --queries drew only some")
+            continue
+        steps = 0 if subject.model.external else plan.steps()
+        subject.progress.announce(f"{subject.model.path}: {plan.name}", steps)
+        try:
+            tables |= plan.measure(subject)
+        except NotAvailableError as reason:
+            subject.note(plan.name, str(reason))
+    return tables
 
 
 def has_diverged(part: Measurements) -> bool:
@@ -305,7 +309,7 @@ def run_order(order: tuple[str, Conditions]) -> Measurements | str:
         (model,) = load_all([path], conditions.config, conditions.head)
         device, conditions = _decided([model], conditions)
         inputs = Inputs(*inputs_of(model, conditions), model)
-        return _surveyed(model, inputs, conditions, device, _prepared(conditions), True, Progress())
+        return _surveyed(model, inputs, conditions, device, may_move=True, progress=Progress())
     except InputError as error:
         return str(error)
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from semdiag.measuring.findings.estimates import all_by_name, drawn, percentile_table
 from semdiag.measuring.findings.findings import MODEL_FACTS, Finding, Findings, Summary, Verdict, json_object
+from semdiag.measuring.training_runs import RUNS
 from semdiag.measuring.words import counted, finite
 from semdiag.presenting.drawing.panels import factors
 from semdiag.presenting.drawing.style import Drawing
@@ -208,7 +209,7 @@ def with_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
 
 def with_run_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
     """Put task, attention and seed of each run in front of a table with the column ``model``."""
-    return findings.measurements.runs[_RUN_FACTS].merge(table, on="model")
+    return findings.measurements[RUNS][_RUN_FACTS].merge(table, on="model")
 
 
 def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:

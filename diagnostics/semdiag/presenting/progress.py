@@ -2,8 +2,9 @@
 
 from typing import Self
 
+from semdiag.measuring.progress import Progress
 from semdiag.measuring.words import counted
-from semdiag.presenting.terminal import Minutes, clock, terminal, visible
+from semdiag.presenting.terminal import Minutes, clock, tell, terminal, visible
 
 _WIDTH = 50  # of a stage's name
 
@@ -15,16 +16,18 @@ def _shown(stage: str) -> str:
     return stage if len(stage) <= _WIDTH else f"…{end[max(0, end.find('/')) :]}"
 
 
-class Stages:
+class Stages(Progress):
     """Two progress bars on a terminal, for a command's stages and a stage's steps; else a line a minute."""
 
     def __init__(self, name: str, stages: int, quiet: bool, what: str = "") -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
 
         columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
         console = terminal(stderr=True)
+        self._quiet = quiet
         self._hidden = quiet or not console.is_terminal  # in a file even a transient bar leaves an empty line
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=self._hidden, transient=True)
+        self._bar = Bars(*columns, TimeElapsedColumn(), console=console, disable=self._hidden, transient=True)
         self._whole = self._bar.add_task(visible(name), total=stages)
         self._step = self._bar.add_task("loading", total=None)
         self._begun = False
@@ -60,6 +63,11 @@ class Stages:
         """Count finished steps of the current stage."""
         self._minutes.begin()  # not before: unsuitable inputs are refused in the first batch, in one line
         self._bar.advance(self._step, steps)
+
+    def say(self, text: str) -> None:
+        """Print a line, unless the command is quiet."""
+        if not self._quiet:
+            tell(f"semdiag: {text}")
 
     def _state(self) -> str:
         whole, step = self._bar.tasks

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel
     from semdiag.measuring.findings.findings import Findings, Summary
     from semdiag.measuring.measure import Conditions
-    from semdiag.measuring.probe import Probe
+    from semdiag.measuring.plan import Plan
     from semdiag.presenting.answer import Answer, Heading
 
 SAMPLING = ("queries", "max_queries")  # shared options of questions that work on drawn queries
@@ -41,20 +41,21 @@ class Asked(Protocol):
 class Question:
     """A question that semdiag answers. Its parts are found by their names, in its folder's files or its one file.
 
-    ``measure.PROBE`` measures it, ``answer.answer`` answers it, ``HEADINGS`` and ``EXTERNAL``, in ``figures``
-    or in ``answer``, are its part of a page: for encoders, and for external models if they have one of their own.
+    Its plan measures it, ``answer.answer`` answers it, ``HEADINGS`` and ``EXTERNAL``, in ``figures`` or in
+    ``answer``, are its part of a page: for encoders, and for external models if they have one of their own.
     """
 
     name: str  # of its command, its JSON and its part of a page
     package: str  # the folder or file, as a dotted name
     help: str = ""  # of its command; empty: it has none
-    plan: type | None = None  # what is asked: a dataclass whose fields are options of the command
+    plan: type | None = None  # a dataclass whose fields are options of the command; a Plan if it is measured
     ask: Callable[..., None] | None = None  # a command of its own; None: measure the models and show the answer
     takes: tuple[str, ...] = ()  # shared options that only some commands take
     leave_out: tuple[str, ...] = ("per_query",)  # shared options that it does not take
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of shared options, that are not the usual ones
     conditions: Mapping[str, Any] = field(default_factory=dict)  # of the measurement, that are no options
     needs: tuple[str, ...] = ()  # tables of which one must have rows for an answer
+    report_plan: "type[Plan] | None" = None  # what a report measures for it, where the command has no plan
     external: bool = True  # whether it is asked of external models, of which only the attention is known
     glanced: str = ""  # the anchor of the heading that the glance answers; empty: the first
 
@@ -66,15 +67,6 @@ class Question:
         if file == "figures" and not find_spec(place):  # few figures stand beside the answer
             place = f"{self.package}.answer"
         return getattr(import_module(place), name, None) if find_spec(place) else None
-
-    @cached_property
-    def probe(self) -> "Probe | None":
-        """Return its probe; None if it needs no measurement of its own."""
-        spec = None if self.plan else find_spec(self.package)
-        if spec and spec.submodule_search_locations is None:  # a file without a plan, which draws
-            return None
-        probe: Probe | None = self._part("measure", "PROBE")
-        return probe
 
     @cached_property
     def answer(self) -> "Callable[[Findings], Answer | None] | None":
@@ -103,8 +95,8 @@ class Question:
         """Return whether there is something to show on a page."""
         from semdiag.capturing.attention_call import external
 
-        tables = [getattr(findings.measurements, name) for name in self.needs]
-        if (tables and not any(map(len, tables))) or self.answer is None:
+        measured = not self.needs or any(name in findings.measurements for name in self.needs)
+        if not measured or self.answer is None:
             return False
         headings = self.headings_for(bool(external(findings.measurements.models).all()))
         return bool(headings) and findings(self.answer) is not None

@@ -16,13 +16,15 @@ from semdiag.measuring.calls.memory import halving
 from semdiag.measuring.calls.running import converted, home_of, refuse_masked, unnamed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Subject, probes
+from semdiag.measuring.plan import Plan
+from semdiag.measuring.subject import Subject
 from semdiag.questions.compare import ComparePlan
 from semdiag.questions.k_sweep import KSweepPlan
 from semdiag.questions.landscape import LandscapePlan
 from semdiag.questions.lipschitz import LipschitzPlan
-from semdiag.questions.mask_precision.measure import PrecisionPlan
+from semdiag.questions.mask_precision import PrecisionPlan
 from semdiag.questions.mask_stability import NoisePlan
+from semdiag.questions.registry import plans
 from semdiag_files import InputError
 from semdiag_models import Encoder
 
@@ -196,22 +198,21 @@ def _asked(
     **unknown: Any,
 ) -> Measurements:
     loaded = unnamed(model)
-    probe = probes().get(type(plan))
-    if probe is None:
-        plans = ", ".join(sorted(kind.__name__ for kind in probes()))
-        raise InputError(f"A plan is one of {plans}. Got {plan!r}.")
+    if not isinstance(plan, Plan):
+        known_plans = ", ".join(sorted(kind.__name__ for kind in plans()))
+        raise InputError(f"A plan is one of {known_plans}. Got {plan!r}.")
     for name in unknown:
         kind = type(plan).__name__
-        of_plan = ", ".join(field.name for field in fields(plan))
+        of_plan = ", ".join(field.name for field in fields(plan))  # type: ignore[arg-type]
         raise TypeError(
             f"There is no argument {name!r}, but batch_size, device, dtype, seed, queries, and those of {kind}: "
             f"{of_plan}."
         )
-    refuse_masked(loaded.module, f"of which {probe.name} asks")
+    refuse_masked(loaded.module, f"of which {plan.name} asks")
     whole_number(batch_size, "batch_size", 1)
     whole_number(seed, "seed", 0)
-    if queries is not None and not probe.draws:
-        raise InputError(f"{probe.name} needs every query: leave out queries.")
+    if queries is not None and not plan.takes_drawn_queries:
+        raise InputError(f"{plan.name} needs every query: leave out queries.")
     cut: Sequence[Batch] = batching.split(batches, batch_size)
     home, own = home_of(loaded.module)
     place = torch.device(device) if device is not None else home
@@ -220,24 +221,24 @@ def _asked(
     compared = isinstance(plan, KSweepPlan) and plan.reruns(loaded.external)
     if labels is not None and loaded.external and not compared:
         how = " To run it with masks: rerun=True." if isinstance(plan, KSweepPlan) else ""
-        raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.{how}")
+        raise InputError(f"labels are not read: {plan.name} compares no output of {loaded.path} with them.{how}")
     own_labels = None if loaded.external else labels
 
     def run(cut: list[Batch], size: int) -> tuple[Measurements, Subject, Mapping[str, pd.DataFrame]]:
         subject = Subject(loaded, cut, labels, seed, size, place, dtype or own, queries)
         if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
-            subject.watch(probe, plan, None)
+            subject.watch(plan)
         measured = measure(
             loaded, cut, labels=own_labels, batch_size=size, device=device, dtype=dtype, queries=queries,
             seed=seed, watchers=[*subject.watchers.values()],
         )  # fmt: skip
-        return measured, subject, probe.measure(subject, plan, None)
+        return measured, subject, plan.measure(subject)
 
     try:
         measured, subject, tables = halving(run, list(cut), batch_size)
     except NotAvailableError as reason:
-        raise InputError(f"{probe.name} of {loaded.path} not available, because {reason}.") from None
+        raise InputError(f"{plan.name} of {loaded.path} not available, because {reason}.") from None
     samples = int(measured.models["samples"].max())
-    known = {"seed": seed, "samples": samples, **probe.provenance(plan, samples, samples)}
+    known = {"seed": seed, "samples": samples, **plan.provenance(samples, samples)}
     remarks = pd.concat([measured.remarks, subject.remarks], ignore_index=True)
     return measured.replace({**measured.provenance, **known}, remarks=remarks, **tables)

@@ -5,13 +5,14 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from semdiag.measuring.plan import Plan
 from semdiag.presenting.question import Question
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from semdiag.measuring.findings.findings import Findings
-    from semdiag.measuring.probe import Probe
+    from semdiag.measuring.table import Table
 
 # A folder, whose ``__init__.py`` holds the record; or, of a question without a command, a file with its parts.
 _PLACES: tuple[str | Question, ...] = (
@@ -40,9 +41,19 @@ _EACH = [
 QUESTIONS: dict[str, Question] = {question.name: question for question in _EACH}
 
 
-def probes() -> "list[Probe]":
-    """Return what the questions measure beyond the tables of every forward pass."""
-    return [question.probe for question in QUESTIONS.values() if question.probe is not None]
+def plans() -> list[type[Plan]]:
+    """Return the plans of all questions: what they measure beyond the tables of every forward pass."""
+    listed = [plan for question in QUESTIONS.values() for plan in (question.plan, question.report_plan)]
+    return [plan for plan in listed if plan is not None and issubclass(plan, Plan)]
+
+
+def tables() -> "dict[str, Table]":
+    """Return the declared tables by name: those of every forward pass, of plans, and of training runs."""
+    from semdiag.measuring.measurements import EVERYWHERE
+    from semdiag.measuring.training_runs import RUNS
+
+    planned = [table for plan in plans() for table in plan.tables()]
+    return {table.name: table for table in (*EVERYWHERE, *planned, RUNS)}
 
 
 @cache

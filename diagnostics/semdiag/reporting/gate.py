@@ -30,6 +30,7 @@ from semdiag.measuring.percentiles import PERCENTILES, percentiles
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, number_from_json
 from semdiag.questions.dispersion.answer import GATED, GateResult, dispersion_gate, gate_results
+from semdiag.questions.mask_stability.measure import MASKS
 from semdiag_files import InputError, read_json, unknown_name
 
 METRICS = {"dispersion": "queries", "separation": "queries", "load": "loads"}  # and the table of each
@@ -350,7 +351,7 @@ def invariants(findings: Findings) -> list[Invariant]:
         ),
         Invariant("finite", bad == 0, f"scores that are NaN or infinite: {bad:,}"),
     ]
-    masks = measurements.masks
+    masks = measurements[MASKS]
     if len(masks):
         rows = round(float((masks["certified"].astype(float) * masks["draws"]).sum()))
         changed = int(masks["certified_changed"].sum())

@@ -25,6 +25,7 @@ from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
 from semdiag.presenting.progress import Stages
 from semdiag.questions.dispersion.answer import dispersion_results, pair_comparisons
 from semdiag.questions.k_sweep.changes import failure_sentences
+from semdiag.questions.k_sweep.measure import SWEEP_ESTIMATES
 from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
 from semdiag.questions.registry import figures, reported
@@ -204,7 +205,7 @@ def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.D
         tables["within"] = all_by_name(within)
     for answer in answers.values():
         tables |= {**answer.tables, **(answer.tables_alone if len(answers) == 1 else {})}
-    estimates = findings(estimate_table), findings.measurements.sweep_estimates, findings.measurements.sketches
+    estimates = findings(estimate_table), findings.measurements[SWEEP_ESTIMATES], findings.measurements.sketches
     named = zip(("estimates", "sweep_estimates", "sketches"), estimates, strict=True)
     return tables | {name: table for name, table in named if len(table)}
 

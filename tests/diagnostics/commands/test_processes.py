@@ -52,12 +52,12 @@ def test_by_default_many_checkpoints_with_more_than_statistics_get_a_process_a_c
 ):
     asked = []
 
-    def in_processes(*limits):
-        asked.append(limits)
-        return lambda loaded, conditions, announce, after_batch: survey(loaded, conditions)
+    def measure_in_processes(loaded, conditions, progress, *, jobs, ray):
+        asked.append((jobs, ray))
+        return survey(loaded, conditions, progress)
 
     monkeypatch.setattr("semdiag_files.workers.cores", lambda: cores)
-    monkeypatch.setattr("semdiag.commands.measuring.in_processes", in_processes)
+    monkeypatch.setattr("semdiag.commands.measuring.measure_in_processes", measure_in_processes)
     for number in range(checkpoints):
         shutil.copytree(tiny_runs.topk, here / f"run-{number}")
     paths = sorted(here.glob("run-*"))

@@ -10,14 +10,14 @@ import pytest
 
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements, write_sums
-from semdiag.measuring.probe import optional_tables
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import TABLES, column_types
-from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.bounds.measure import CONSTANTS, BoundsPlan
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure import LipschitzPlan
-from semdiag.questions.mask_stability.measure import NoisePlan
+from semdiag.questions.mask_stability.measure import MASKS, NoisePlan
+from semdiag.questions.registry import tables as declared_tables
 from semdiag.questions.stability.measure import SecantsPlan
 from semdiag_files import InputError
 
@@ -85,10 +85,10 @@ def test_files_added_to_saved_ones_or_taken_away_are_refused_and_older_folders_l
         measured.save(tmp_path)
 
 
-def test_a_table_of_another_version_stays_unread_and_is_checked_all_the_same(measured, tmp_path):
+def test_a_table_of_another_version_is_kept_and_its_file_is_checked(measured, tmp_path):
     measured.save(tmp_path / "kept")
     other = tmp_path / "kept" / "projections.parquet"
-    other.write_bytes(b"a table that this version does not know")
+    pd.DataFrame({"model": measured.models["model"], "turned": 1.0}).to_parquet(other)
     recorded = [file.name for file in other.parent.iterdir() if file.name != "SHA256SUMS"]
     write_sums(other.parent, recorded)
     assert len(Measurements.load(other.parent).queries) == len(measured.queries)
@@ -257,7 +257,7 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
     with_theory.save(tmp_path)
     loaded = Measurements.load(tmp_path)
     first = with_theory.models["model"].iloc[0]
-    names = [name for name in optional_tables() if len(getattr(with_theory, name))]
+    names = [name for name in declared_tables() if name in with_theory]
     assert {"secants", "constants", "parameters", "masks", "noise_effects", "sweep"} <= set(names)
     for name in names:
         whole = getattr(with_theory, name)
@@ -265,8 +265,8 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
         assert set(getattr(with_theory.of(first), name)["model"]) == {first}
         assert whole["model"].nunique() == 2
         found = column_types(whole)
-        assert optional_tables()[name].columns.items() <= found.items()
-        assert found.keys() - optional_tables()[name].columns.keys() == (
+        assert declared_tables()[name].columns.items() <= found.items()
+        assert found.keys() - declared_tables()[name].columns.keys() == (
             {"keeps_first"} if name == "heads" else set()
         )
 
@@ -276,11 +276,12 @@ def test_what_was_not_measured_is_empty(measured, with_theory, tmp_path):
     with_theory.save(tmp_path)
     measured.save(tmp_path)  # leaves nothing of the earlier ones
     loaded = Measurements.load(tmp_path)
-    unmeasured = set(optional_tables()) - {"calls", "heads"}  # which every forward pass fills
-    assert {name for name in optional_tables() if len(getattr(loaded, name))} == {"calls", "heads"}
+    unmeasured = set(declared_tables()) - {"calls", "heads"}  # which every forward pass fills
+    assert {name for name in declared_tables() if name in loaded} == {"calls", "heads"}
     for name in unmeasured:
-        pd.testing.assert_frame_equal(getattr(loaded, name), optional_tables()[name].empty())
-        pd.testing.assert_frame_equal(getattr(measured, name), optional_tables()[name].empty())
+        table = declared_tables()[name]
+        pd.testing.assert_frame_equal(loaded[table], table.empty())
+        pd.testing.assert_frame_equal(measured[table], table.empty())
         assert not (tmp_path / f"{name}.parquet").exists()
 
 
@@ -288,13 +289,15 @@ def test_a_damaged_optional_table_is_refused(with_theory, tmp_path):
     save_without_sums(with_theory, tmp_path)
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "secants.parquet")
     with pytest.raises(InputError, match=r"secants\.parquet lacks the column model\. Measure again"):
+        Measurements.load(tmp_path, declared_tables().values())
+    with pytest.raises(InputError, match=r"secants\.parquet is no table of measurements"):
         Measurements.load(tmp_path)
 
 
 def test_measured_and_unmeasured_models_join(with_theory, made_up):
     joined = Measurements.concat([made_up(("x.pt", [1, 2, 3, 4], {})), with_theory])
     assert len(joined.secants) == len(with_theory.secants)
-    assert joined.of("x.pt").constants.empty
+    assert joined.of("x.pt")[CONSTANTS].empty
 
 
 @pytest.mark.slow
@@ -305,18 +308,17 @@ def test_a_column_of_another_kind_is_refused_with_its_file(with_theory, tmp_path
     with pytest.raises(
         InputError, match=r"masks\.parquet has \w+ in the column agreement, which should be float32"
     ):
-        Measurements.load(tmp_path)
+        Measurements.load(tmp_path, declared_tables().values())
     with_theory.masks.astype({"agreement": "float64", "sample": "int64"}).to_parquet(file)  # as once written
     assert len(Measurements.load(tmp_path).masks) == len(with_theory.masks)
 
 
 def test_a_table_that_there_is_not_is_refused(made_up):
     measured = made_up(("x.pt", [1, 2, 3, 4], {}))
-    with pytest.raises(TypeError, match=r"^Tables of measurements are models, .*secants.* Got 'mask'\.$"):
-        measured.replace(mask=pd.DataFrame())
-    for name in ("mask", "_masks", "provenences"):
-        with pytest.raises(AttributeError, match=f"Measurements has no table '{name}'"):
+    for name in ("mask", "masks", "provenences"):
+        with pytest.raises(AttributeError, match=f"have no table '{name}'. They have models, queries"):
             getattr(measured, name)
+    assert not hasattr(measured, "_masks")
 
 
 def test_replacing_leaves_the_first_as_it_was(made_up, with_theory):
@@ -325,13 +327,13 @@ def test_replacing_leaves_the_first_as_it_was(made_up, with_theory):
     other = measured.replace({"seed": 5}, masks=with_theory.masks, queries=measured.queries[:2])
     assert (other.masks is with_theory.masks, len(other.queries), other.provenance) == (True, 2, {"seed": 5})
     assert other.loads is measured.loads
-    assert (len(measured.masks), len(measured.queries), measured.provenance) == (0, 4, said)
+    assert (len(measured[MASKS]), len(measured.queries), measured.provenance) == (0, 4, said)
     third = other.replace(secants=with_theory.secants)
     assert (third.masks is other.masks, third.provenance) == (True, {"seed": 5})
 
 
 def test_tables_are_listed_and_shown(with_theory):
-    assert {*TABLES, *optional_tables()} <= set(dir(with_theory))
+    assert {*TABLES, "calls", "remarks", "masks", "secants", "sweep"} <= set(dir(with_theory))
     shown = repr(with_theory)
     assert shown.startswith("Measurements of 2 models: models (2 rows), queries (480 rows)")
     assert f"masks ({len(with_theory.masks):,} rows)" in shown
@@ -342,8 +344,10 @@ def test_tables_are_listed_and_shown(with_theory):
 def test_a_copy_has_every_table(with_theory, again):
     found = again(with_theory)
     assert found.provenance == with_theory.provenance
-    for name in (*TABLES, *optional_tables()):
+    for name in TABLES:
         pd.testing.assert_frame_equal(getattr(found, name), getattr(with_theory, name))
+    for table in declared_tables().values():
+        pd.testing.assert_frame_equal(found[table], with_theory[table])
 
 
 def test_nothing_cannot_be_joined():

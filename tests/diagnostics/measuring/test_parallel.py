@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.measure import Conditions
-from semdiag.measuring.survey import run_in_parallel, run_order, survey
+from semdiag.measuring.survey import run_in_parallel, run_order, survey, survey_elsewhere
 from semdiag.measuring.table import TABLES
 from semdiag.questions.mask_stability.measure import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan
@@ -63,7 +63,7 @@ def assert_same(found, expected):
 @pytest.mark.slow
 def test_models_measured_one_by_one_are_those_of_a_survey_in_whatever_order_they_end(tiny_runs):
     paths, workers, told = [tiny_runs.full, tiny_runs.topk], Here(), []
-    found = survey(paths, CONDITIONS, elsewhere=apart(workers, told))
+    found = survey_elsewhere(paths, CONDITIONS, apart(workers, told))
     assert_same(found, survey(paths, CONDITIONS))
     assert told == [str(tiny_runs.topk), str(tiny_runs.full)]
     assert not workers.open
@@ -72,7 +72,7 @@ def test_models_measured_one_by_one_are_those_of_a_survey_in_whatever_order_they
 @pytest.mark.slow
 def test_two_processes_find_the_same_numbers(tiny_runs):
     paths, told = [tiny_runs.full, tiny_runs.topk], []
-    found = survey(paths, CONDITIONS, elsewhere=apart(LocalWorkers(2, run_order), told))
+    found = survey_elsewhere(paths, CONDITIONS, apart(LocalWorkers(2, run_order), told))
     assert_same(found, survey(paths, CONDITIONS))
     assert sorted(told) == sorted(map(str, paths))
 
@@ -80,7 +80,7 @@ def test_two_processes_find_the_same_numbers(tiny_runs):
 @pytest.mark.slow
 def test_what_auto_means_is_decided_by_all_models_and_not_by_each(tiny_runs):
     workers = Here()
-    survey([tiny_runs.full, tiny_runs.topk], replace(CONDITIONS, dtype="auto"), elsewhere=apart(workers, []))
+    survey_elsewhere([tiny_runs.full, tiny_runs.topk], replace(CONDITIONS, dtype="auto"), apart(workers, []))
     assert {order[1].dtype for order in workers.orders} == {"float64"}
 
 
@@ -89,14 +89,14 @@ def test_inputs_that_do_not_suit_are_refused_in_one_line(tiny_runs, tmp_path):
     workers = Here()
     conditions = replace(CONDITIONS, inputs=tmp_path / "inputs.npy", first=4)
     with pytest.raises(InputError, match=r"The inputs hold only 3 samples"):
-        survey([tiny_runs.full, tiny_runs.topk], conditions, elsewhere=apart(workers, []))
+        survey_elsewhere([tiny_runs.full, tiny_runs.topk], conditions, apart(workers, []))
     assert not workers.open
 
 
 def test_a_process_that_was_killed_is_told_with_its_model(tiny_runs):
     workers = Here(lost=(0,))
     with pytest.raises(InputError, match=r"full.*: its process was killed, .* Try fewer --jobs\.$"):
-        survey([tiny_runs.full, tiny_runs.topk], CONDITIONS, elsewhere=apart(workers, []))
+        survey_elsewhere([tiny_runs.full, tiny_runs.topk], CONDITIONS, apart(workers, []))
     assert not workers.open
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import semdiag.questions as package
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.probe import probes
+from semdiag.measuring.plan import Plan
 from semdiag.presenting.drawing.style import Drawing
 from semdiag.questions import registry
 
@@ -49,12 +49,12 @@ def test_every_folder_holds_a_question_whose_parts_are_there(name):
     question = registry.QUESTIONS[import_module(f"{package.__name__}.{name}").QUESTION.name]
     if question.answer is None:  # it is asked of files, or of one text, and has a page of its own
         assert question.ask is not None
-        assert question.probe is None
+        assert question.plan is None or not issubclass(question.plan, Plan)
         assert not question.headings
         return
     assert question.headings
-    if question.probe is not None:
-        assert question.probe.plan in probes()
+    if question.plan is not None and issubclass(question.plan, Plan):
+        assert question.plan in registry.plans()
 
 
 def test_every_question_stands_under_its_name():

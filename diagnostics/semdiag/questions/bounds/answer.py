@@ -57,6 +57,7 @@ from semdiag.questions.bounds.corollary import (
     corollary_findings,
     corollary_table,
 )
+from semdiag.questions.bounds.measure import CONSTANTS, PARAMETERS
 
 SCOPE = (
     "Each constant is the largest over the evaluated inputs at this checkpoint. The paper's form is one value for "
@@ -77,8 +78,8 @@ def parameter_findings(findings: Findings) -> list[Finding]:
     """Judge the constants of Theorem 2, tensor by tensor and all together."""
     measurements = findings.measurements
     results = []
-    for name, rows in measurements.parameters.groupby("model", sort=False):
-        model, constants = str(name), measurements.constants
+    for name, rows in measurements[PARAMETERS].groupby("model", sort=False):
+        model, constants = str(name), measurements[CONSTANTS]
         network = constants[(constants["model"] == model) & (constants["quantity"] == "network")].set_index("form")
         reason = network["assumptions"].to_dict().get("sound", "")
         tensors = [_tensor(model, row, reason) for row in rows.to_dict("records")]
@@ -157,7 +158,7 @@ def answer(findings: Findings) -> Answer | None:
     shown: list[str | NumberTable] = []
     for model in measurements.models["model"]:
         measured = measurements.of(model)
-        tables = {name: records(getattr(measured, name).drop(columns="model")) for name in _TABLES}
+        tables = {table.name: records(measured[table].drop(columns="model")) for table in _TABLES}
         verdicts = verdicts_of(findings(parameter_findings), model)
         results[model] = {"unit": "natural logarithm", **tables, "verdicts": verdicts}
         shown += _shown(findings, model)
@@ -174,7 +175,7 @@ def answer(findings: Findings) -> Answer | None:
         bounds_sentences(findings),
         findings(bounds_findings),
         tables={
-            **{name: with_facts(findings, getattr(measurements, name)) for name in _TABLES},
+            **{table.name: with_facts(findings, measurements[table]) for table in _TABLES},
             "corollary": corollary_table(findings, findings(compared_pairs)),
             "bounds_verdicts": verdict_table(findings(bounds_findings)),
         },
@@ -185,7 +186,7 @@ def answer(findings: Findings) -> Answer | None:
     )
 
 
-_TABLES = ("constants", "parameters")
+_TABLES = (CONSTANTS, PARAMETERS)
 
 
 def _cases(findings: Findings, fixed: bool, form: str) -> tuple[int, int, int]:
@@ -274,11 +275,11 @@ def _shown(findings: Findings, model: str) -> Iterator[str | NumberTable]:
     measured = findings.measurements.of(model)
     yield f"{title(findings, model)}: slopes of the loss, by group"
     names = [column.name for column in _SLOPES[2:]]
-    largest = measured.parameters.groupby(["layer", "group"], sort=False)[names].max().reset_index()
+    largest = measured[PARAMETERS].groupby(["layer", "group"], sort=False)[names].max().reset_index()
     yield NumberTable(_SLOPES, records(largest))
     yield from _model_lines(findings, model)
     yield "Constants:"
-    yield _constants(measured.constants)
+    yield _constants(measured[CONSTANTS])
 
 
 def _shown_pair(conditions: list[Finding]) -> Iterator[str | NumberTable]:

@@ -23,6 +23,7 @@ from semdiag.mathematics.score_strips import AttentionRows, fixed_mask_rows
 from semdiag.measuring.findings.estimates import require_every_query
 from semdiag.measuring.findings.findings import Finding, Findings, Pair, Verdict, agreed, differences, diverged
 from semdiag.measuring.measurements import Measurements
+from semdiag.questions.bounds.measure import CONSTANTS
 from semdiag_models.attention import LOCAL
 
 # Read from the other end where small values are the bad ones: the paper's table of separations.
@@ -90,7 +91,7 @@ def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
 
 def separation_rounding(measurements: Measurements, model: str, dispersion: float) -> float:
     """Return the largest separation that rounding can make of a tie: 8 eps times the bound of the scores."""
-    rows = measurements.constants
+    rows = measurements[CONSTANTS]
     reach = rows.loc[(rows["model"] == model) & (rows["quantity"] == "score_reach"), "ln_value"].max()
     eps = torch.finfo(getattr(torch, measurements.provenance.get("dtype", "float32"))).eps
     return 8 * eps * max(1.0, dispersion, 0.0 if pd.isna(reach) else math.exp(reach))
@@ -172,7 +173,7 @@ def _kind(measurements: Measurements, model: str) -> tuple[str, int]:
 
 
 def _largest_norms(measurements: Measurements, model: str) -> HeadNorms | None:
-    rows = measurements.constants
+    rows = measurements[CONSTANTS]
     rows = rows[(rows["model"] == model) & (rows["form"] == "measured")]
     largest = rows.groupby("quantity")["ln_value"].max().to_dict()
     if not {"gamma", "upsilon", "token_norm", "query_norm"} <= set(largest):
@@ -205,7 +206,7 @@ def _judged(
 
 def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:
     """Compare λ_A layer by layer, each with its own norms, loads and rows: no percentile, no heuristic."""
-    rows = measurements.constants
+    rows = measurements[CONSTANTS]
     rows = rows[(rows["quantity"] == "attention_map") & (rows["form"] == "sound")]
     largest = rows.groupby(["model", "layer"])["ln_value"].max()
     reasons = rows[~rows["holds"]].groupby(["model", "layer"])["assumptions"].first()

@@ -22,7 +22,7 @@ from semdiag.measuring.encoders.network_constants import (
 )
 from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_inputs
 from semdiag.measuring.encoders.weights import NamedTensor, named_tensors, not_finite
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import ALL, Table, columns_of
 from semdiag.questions.bounds import BoundsPlan
 from semdiag_models import Encoder
@@ -256,20 +256,20 @@ def _parameter_rows(
         }  # fmt: skip
 
 
-def _measure(subject: Subject, plan: BoundsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+def measure_bounds(subject: Subject, plan: BoundsPlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
     model = subject.model
     if model.external:
         raise NotAvailableError(
             "its normalisations, MLPs and loss are not known, as those of semdiag's encoders are"
         )
-    how: dict[str, Any] = {"model": model.path, "seed": subject.seed, "device": subject.device}
-    how["secants"] = plan.tensor_secants
-    constants, parameters = measure_constants(model.encoder, subject.tokens, subject.labels, **how)
+    constants, parameters = measure_constants(
+        model.encoder,
+        subject.tokens,
+        subject.labels,
+        model=model.path,
+        seed=subject.seed,
+        device=subject.device,
+        secants=plan.tensor_secants,
+    )
     return {"constants": constants, "parameters": parameters}
-
-
-PROBE = Probe(
-    "bounds", BoundsPlan, (CONSTANTS, PARAMETERS), _measure,
-    provenance=lambda plan, samples, few: {"bound_samples": min(SAMPLES, samples)},
-    reported=lambda options: BoundsPlan(),
-)  # fmt: skip

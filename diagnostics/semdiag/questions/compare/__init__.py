@@ -1,25 +1,32 @@
 """What did fine-tuning, quantising or pruning change of a model's attention?"""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from semdiag.measuring.plan import Plan
 from semdiag.presenting import options
 from semdiag.presenting.options import chosen, option
 from semdiag.presenting.question import Asked, Question
 
 if TYPE_CHECKING:
+    import pandas as pd
     import torch
 
     from semdiag.capturing.loading import LoadedModel
+    from semdiag.measuring.subject import Subject
+    from semdiag.measuring.table import Table
 
 
 @dataclass(frozen=True)
-class ComparePlan:
+class ComparePlan(Plan):
     """What a model is compared with."""
+
+    name: ClassVar[str] = "compare"
 
     top: int = chosen(8, "k of the top-k keys whose overlap is shown.")
     base: "LoadedModel | None" = None  # None: the model itself, where nothing changes
@@ -30,6 +37,24 @@ class ComparePlan:
 
         if self.top < 1:
             raise InputError(f"--top must be at least 1. Got {self.top}.")
+
+    @classmethod
+    def tables(cls) -> "tuple[Table, ...]":
+        """Return the tables that it makes."""
+        from semdiag.questions.compare.measure import COMPARED, COMPARED_OUTPUTS
+
+        return COMPARED, COMPARED_OUTPUTS
+
+    def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
+        """Measure a model."""
+        from semdiag.questions.compare.measure import measure_comparison
+
+        return measure_comparison(subject, self)
+
+    def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
+        """Return what to record."""
+        base = {} if self.base is None else {"base": self.base.path}
+        return {"compare_top": self.top, **base}
 
 
 def _model(metavar: str, help: str) -> Any:

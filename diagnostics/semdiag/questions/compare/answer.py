@@ -26,6 +26,7 @@ from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, heading, 
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
+from semdiag.questions.compare.measure import COMPARED, COMPARED_OUTPUTS
 
 _RELATIVE = {"output_change": "change", "by_weights": "by_weights", "by_values": "by_values"}
 _COLUMNS = [
@@ -37,7 +38,7 @@ _COLUMNS = [
 def change_table(findings: Findings) -> pd.DataFrame:
     """Return the changes of every head, of every layer (head ALL), and in total (both ALL)."""
     rows = []
-    for (model, base), of_model in findings.measurements.compared.groupby(["model", "base"], sort=False):
+    for (model, base), of_model in findings.measurements[COMPARED].groupby(["model", "base"], sort=False):
         names = {"model": model, "base": base}
         rows.append(names | {"layer": ALL, "head": ALL} | _described(of_model, interval=True))
         for layer, part in of_model.groupby("layer"):
@@ -60,7 +61,7 @@ def head_ranking(findings: Findings) -> pd.DataFrame:
 def answer_table(findings: Findings) -> pd.DataFrame:
     """Return the changes of the outputs, one row per model."""
     rows = []
-    for (model, base), of_model in findings.measurements.compared_outputs.groupby(["model", "base"], sort=False):
+    for (model, base), of_model in findings.measurements[COMPARED_OUTPUTS].groupby(["model", "base"], sort=False):
         predictions, targets = int(of_model["predictions"].sum()), int(of_model["targets"].sum())
         divergence = _mean_of(of_model, "divergence", "predictions")
         rows.append(

@@ -25,7 +25,8 @@ from semdiag.measuring.encoders.traces import checked_batch
 from semdiag.measuring.measure import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.progress import Progress
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.compare import ComparePlan
@@ -369,37 +370,33 @@ def _check_batch(model: LoadedModel, batch: Batch) -> None:
             raise InputError(f"{model.path}: {error}") from None
 
 
-def _measure(subject: Subject, plan: ComparePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+def measure_comparison(subject: Subject, plan: ComparePlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
     base = subject.model if plan.base is None else plan.base
-    subject.expect(sum(map(samples_of, subject.batches)))
+    subject.progress.expect(sum(map(samples_of, subject.batches)))
     return compare(
-        base, subject.model, subject.batches, plan.top, labels=subject.labels, device=subject.device,
-        dtypes=(plan.dtype or subject.dtype, subject.dtype), after_batch=subject.after_point,
+        base,
+        subject.model,
+        subject.batches,
+        plan.top,
+        labels=subject.labels,
+        device=subject.device,
+        dtypes=(plan.dtype or subject.dtype, subject.dtype),
+        after_batch=subject.progress.advance,
         remark=subject.remark,
-    )  # fmt: skip
-
-
-PROBE = Probe(
-    "compare",
-    ComparePlan,
-    (COMPARED, COMPARED_OUTPUTS),
-    _measure,
-    provenance=lambda plan, samples, few: (
-        {"compare_top": plan.top} | ({} if plan.base is None else {"base": plan.base.path})
-    ),
-)
+    )
 
 
 def compare_survey(
     models: Sequence[LoadedModel],
     conditions: Conditions,
-    announce: Callable[[str, int], None] = lambda model, samples: None,
-    after_batch: Callable[[int], None] = lambda samples: None,
+    progress: Progress | None = None,
     *,
     top: int = ComparePlan.top,
     dtype: str | None = None,
 ) -> Measurements:
     """Measure a base and a model on the base's inputs, and compare them."""
+    progress = Progress() if progress is None else progress
     base, other = models[-1], models[0]
     if len(models) == 1:
         other = replace(base, path=f"{base.path} ({dtype or 'again'})", module=copy.deepcopy(base.module))
@@ -413,18 +410,20 @@ def compare_survey(
         if model.external:
             placed(model.module, device, DTYPES[settings.dtype])
     dtypes = DTYPES[of_base.dtype], DTYPES[of_other.dtype]
-    announce("one sample of both", 0)
+    progress.announce("one sample of both", 0)
     compare(
         base, other, list(first_samples(inputs.batches, 1)), top, labels=inputs.labels, device=device,
         dtypes=dtypes,
     )  # fmt: skip
-    parts = [survey([base], replace(of_base, plans=()), announce, after_batch, own=True, given=inputs)]
+    without_plan = replace(of_base, plans=())
+    parts = [survey([base], without_plan, progress, may_move_models=True, inputs=inputs)]
     if has_diverged(parts[0]):
         raise InputError(f"{base.path} cannot be compared: its attention scores are not finite numbers.")
     plan = ComparePlan(top, base, dtypes[0])
-    parts.append(survey([other], replace(of_other, plans=(plan,)), announce, after_batch, own=True, given=inputs))
+    with_plan = replace(of_other, plans=(plan,))
+    parts.append(survey([other], with_plan, progress, may_move_models=True, inputs=inputs))
     joined = Measurements.concat(parts)
-    if joined.compared.empty:
+    if joined[COMPARED].empty:
         why = joined.remarks.loc[joined.remarks["code"] == "no-compare", "text"].iloc[0]
         raise InputError(f"{other.path} cannot be compared: {why.partition(' because ')[2]}.")
     joined.provenance.update(parts[1].provenance | parts[0].provenance)

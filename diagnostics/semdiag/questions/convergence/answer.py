@@ -11,7 +11,7 @@ from semdiag.mathematics.censored import kaplan_meier_median, median_interval
 from semdiag.measuring.findings.estimates import known_rows
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import ratio_interval
-from semdiag.measuring.training_runs import NOT_BEGUN, TARGET, UNFINISHED, epochs_to, setting_labels
+from semdiag.measuring.training_runs import NOT_BEGUN, RUNS, TARGET, UNFINISHED, epochs_to, setting_labels
 from semdiag.measuring.words import interval, percent, plain, text, two_decimals
 from semdiag.presenting.answer import MOST, Answer, heading, measured_glance, with_run_facts
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -23,10 +23,10 @@ _IDENTITY = ["setting", "kind", "attention", "seed"]
 def arrivals(findings: Findings) -> pd.DataFrame:
     """Return when each run first reached the target's training accuracy, and how it generalises."""
     measurements = findings.measurements
-    labels = setting_labels(measurements.runs["setting"].tolist())
+    labels = setting_labels(measurements[RUNS]["setting"].tolist())
     histories = {str(model): rows for model, rows in measurements.history.groupby("model", sort=False)}
     rows: list[dict[Any, Any]] = []
-    for run in measurements.runs.to_dict("records"):
+    for run in measurements[RUNS].to_dict("records"):
         history = histories.get(run["model"], measurements.history.iloc[:0]).dropna(subset=["epoch"])
         target = target_of(measurements, run["task"])
         arrived = _arrival(history.sort_values("epoch"), target)
@@ -244,7 +244,7 @@ def _reservations(findings: Findings, table: pd.DataFrame) -> list[str]:
         rows = unfinished.to_dict("records")
         names = "; ".join(f"{row['model']} {row['epochs']} of {row['planned']} epochs" for row in rows)
         sentences.append(f"Unfinished, so more may be known later: {names}.")
-    runs = len(findings.measurements.runs)
+    runs = len(findings.measurements[RUNS])
     if runs > len(table):
         sentences.append(
             f"{runs - len(table)} of {runs} files are copies or other snapshots of a run that is shown: of each "
@@ -290,7 +290,7 @@ def answer(findings: Findings) -> Answer:
     shown += [NumberTable(_SEEDS, records(seeds))] if len(pairs) and seeds["seeds"].max() > 1 else []
     headline = convergence_in_short(findings)
     return Answer(
-        measured_glance(findings, findings.measurements.runs),
+        measured_glance(findings, findings.measurements[RUNS]),
         headline,
         tables={
             "runs": found,

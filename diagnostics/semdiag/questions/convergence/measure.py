@@ -1,11 +1,12 @@
 """Measure training runs at their last checkpoints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from semdiag.capturing.loading import load_all
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.progress import Progress
 from semdiag.measuring.survey import survey
 from semdiag.measuring.training_runs import TARGET, run_table
 from semdiag.questions.convergence import ConvergencePlan
@@ -16,8 +17,7 @@ from semdiag_models.training import find_device
 def convergence_survey(
     models: Sequence[Path],
     conditions: Conditions,
-    announce: Callable[[str, int], None] = lambda model, steps: None,
-    after_step: Callable[[int], None] = lambda steps: None,
+    progress: Progress | None = None,
     *,
     plan: ConvergencePlan,
 ) -> Measurements:
@@ -39,7 +39,7 @@ def convergence_survey(
             raise unknown_name("task of --target", task, [*runs["task"].unique()])
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
-    measured = survey(loaded, conditions, announce, after_step)
+    measured = survey(loaded, conditions, progress)
     measured.provenance.update(target=target, **({"left_out": left_out} if left_out else {}))
     measured.provenance.update({"targets": targets} if targets else {})
     return measured.replace(runs=runs)

@@ -34,6 +34,7 @@ from semdiag.measuring.words import count_of, counted, interval_words, ratio_wor
 from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
+from semdiag.questions.dispersion.measure import INITIALISATION
 from semdiag.questions.percentile_tables import percentile_tables
 from semdiag_files import InputError
 
@@ -279,7 +280,7 @@ def dispersion_glance(findings: Findings) -> Glance:
 
 def before_training(findings: Findings) -> list[float]:
     """Return for each trained pair the ratio of the median δ at the initialisations, where both are known."""
-    table = findings.measurements.initialisation
+    table = findings.measurements[INITIALISATION]
     medians = dict(zip(table["model"], table["dispersion"], strict=True))
     compared = findings(pair_comparisons)
     untrained = [pair.ratio.estimate for pair in compared if pair.snapshot == "initialisation"]

@@ -1,17 +1,17 @@
 """Measure how far apart a run's scores were before it was trained."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measure import measure
 from semdiag.measuring.percentiles import percentiles
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
+from semdiag.questions.dispersion import InitialisationPlan
 
 INITIALISATION = Table(
     "initialisation",
@@ -21,14 +21,7 @@ INITIALISATION = Table(
 _FILE = "epoch-0.pt"
 
 
-@dataclass(frozen=True)
-class InitialisationPlan:
-    """The number of samples on which the initialisation is measured."""
-
-    samples: int = 50
-
-
-def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+def measure_initialisation(subject: Subject, plan: InitialisationPlan) -> Mapping[str, pd.DataFrame]:
     """Return the median over queries of all layers and heads, on the first samples of the run's measurement."""
     path = Path(subject.model.path)
     file = (path if path.is_dir() else path.parent) / _FILE
@@ -42,9 +35,3 @@ def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mappi
     median = float(percentiles(measurements.queries["dispersion"])["p50"])
     row = {"model": subject.model.path, "samples": len(tokens), "dispersion": median}
     return {"initialisation": INITIALISATION.of_rows([row])}
-
-
-PROBE = Probe(
-    name="the initialisation", plan=InitialisationPlan, tables=(INITIALISATION,), measure=_measure,
-    reported=lambda options: InitialisationPlan(), draws=True,
-)  # fmt: skip

@@ -1,19 +1,30 @@
 """Is sparse attention enough, and with which k?"""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from semdiag.measuring.plan import Plan, ReportOptions
 from semdiag.presenting import options
 from semdiag.presenting.options import chosen
 from semdiag.presenting.question import SAMPLING, Asked, Question
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from semdiag.measuring.subject import Subject, Watcher
+    from semdiag.measuring.table import Table
 
 LARGEST_K = 48
 
 
 @dataclass(frozen=True)
-class KSweepPlan:
+class KSweepPlan(Plan):
     """Which k are measured, and with which masks the model is run."""
+
+    name: ClassVar[str] = "k-sweep"
+    takes_drawn_queries: ClassVar[bool] = True
 
     max_k: int | None = chosen(
         None, "Measure every k up to this one. Default: up to 48, or one less than the length of shorter inputs; "
@@ -79,6 +90,35 @@ class KSweepPlan:
             raise InputError(f"--lengths takes lengths of at least 2. Got {min(self.lengths)}.")
         if self.budget and self.rerun is False:
             raise InputError("Budgets are tested by running the model: they take --rerun.")
+
+    @classmethod
+    def tables(cls) -> "tuple[Table, ...]":
+        """Return the tables that it makes."""
+        from semdiag.questions.k_sweep.measure import TABLES
+
+        return TABLES
+
+    def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
+        """Measure a model."""
+        from semdiag.questions.k_sweep.measure import measure_sweep
+
+        return measure_sweep(subject, self)
+
+    def watch(self, subject: "Subject") -> "Watcher | None":
+        """Return what observes the clean pass, if it has the same batches."""
+        from semdiag.questions.k_sweep.measure import watch_scores
+
+        return watch_scores(subject, self)
+
+    def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
+        """Return what to record."""
+        tolerance = {"tolerance": self.tolerance} if self.tolerance else {}
+        return {"probe_samples": probe_samples, **tolerance}
+
+    @classmethod
+    def for_report(cls, options: ReportOptions) -> "KSweepPlan":
+        """Return the plan of a report."""
+        return cls(seconds=options.rerun_seconds, lengths=options.lengths)
 
 
 def _ask(

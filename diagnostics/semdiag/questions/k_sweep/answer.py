@@ -30,7 +30,7 @@ from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, title, wi
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.bounds.corollary import CLAIMS, JUDGED_PERCENTILES
-from semdiag.questions.k_sweep.budgets import KINDS, RANDOM, TOP_K
+from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.changes import (
     Row,
     Unit,
@@ -54,6 +54,7 @@ from semdiag.questions.k_sweep.changes import (
     units_of,
     within,
 )
+from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, SWEEP_ESTIMATES
 from semdiag.questions.k_sweep.rerun import HARM, LEAST_SAMPLES, MOST_HARMED, NO_MASK
 
 ENOUGH_WEIGHT = 0.95  # of the attention weight, where nothing else is known
@@ -98,7 +99,7 @@ _OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high"
 
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     """Judge whether the k largest scores of each query suffice for a model."""
-    sweep = rows_of(findings.measurements.sweep, model)
+    sweep = rows_of(findings.measurements[K_SWEEP_TABLE], model)
     masses = sweep[(sweep["layer"] == ALL) & (sweep["quantity"] == "weight_kept")].set_index("k")
     again = rows_of(findings(change_table), model)
     top = records(again[(again["mask"] == TOP_K) & (again["kept"] < 1)].sort_values("k"))
@@ -265,7 +266,7 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
         for row in records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]):
             unseen.setdefault(unit.without_interval(row), []).append(_name(row, True))
         yield from (f"With {', '.join(names)}: {words}." for words, names in unseen.items())
-    if len(findings.measurements.budgets):
+    if len(findings.measurements[BUDGET_TABLE]):
         yield from _budget_lines(findings, model)
     if verdict.queries:
         yield (
@@ -400,7 +401,7 @@ def answer(findings: Findings) -> Answer:
         shown += [_rerun_table(result["rerun"]), *_unknown(result["rerun"])] if result["rerun"] else []
         shown += _grounds(findings, model)
         shown += [_every_k(result)] if result["sweep"] else []
-    sweep = measurements.sweep
+    sweep = measurements[K_SWEEP_TABLE]
     tables = {"k_sweep": sweep[sweep["layer"] == ALL], "k_sweep_conditions": findings(condition_table)}
     tables |= {"k_sweep_rerun": findings(change_table), "k_sweep_lengths": findings(length_table)}
     glance = findings(sparse_glance)
@@ -432,14 +433,14 @@ def _swept(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
 def _result(findings: Findings, model: str) -> Summary:
     measurements = findings.measurements
     tables = {"rerun": findings(change_table), "by_length": findings(length_table)}
-    tables |= {"conditions": findings(condition_table), "sweep": measurements.sweep}
+    tables |= {"conditions": findings(condition_table), "sweep": measurements[K_SWEEP_TABLE]}
     result: Summary = {"unit": "nats", "verdict": asdict(findings(sparse_verdict, model))}
     result |= {name: records(rows_of(table, model).drop(columns="model")) for name, table in tables.items()}
     result["lengths"] = records(findings(smallest_enough, model))
-    if len(rows_of(measurements.budgets, model)):
+    if len(rows_of(measurements[BUDGET_TABLE], model)):
         result["budgets"] = findings(budget_content, model)
     if model in drawn(findings):
-        estimates = rows_of(measurements.sweep_estimates, model).drop(columns="model")
+        estimates = rows_of(measurements[SWEEP_ESTIMATES], model).drop(columns="model")
         result["sampled"] = {**drawing(findings, model), "estimates": records(estimates)}
     return result
 

@@ -19,12 +19,15 @@ from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL, rows_of
 from semdiag.measuring.words import FEWEST, counted, interval_words, limit_of_share, significant
 from semdiag.questions.bounds.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
-from semdiag.questions.k_sweep.budgets import KINDS, TOP_K
+from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, KINDS, TOP_K
+from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
 from semdiag.questions.k_sweep.rerun import (
     HARM,
+    LENGTHS_TABLE,
     MOST_HARMED,
     NO_MASK,
     RERUN_FAILED,
+    RERUN_TABLE,
     TOLERANCES,
     UNITS,
     Numbers,
@@ -40,8 +43,8 @@ _OF_THE_SWEEP = ("weight_kept", "weight_kept_without_first", "head_change", "str
 def change_table(findings: Findings) -> pd.DataFrame:
     """Return the changes by each mask of each rerun, with 95% intervals over samples, or chunks of few ones."""
     rows: list[dict[str, Any]] = []
-    for model, again in findings.measurements.rerun.groupby("model", sort=False):
-        sweep = rows_of(findings.measurements.sweep, str(model))
+    for model, again in findings.measurements[RERUN_TABLE].groupby("model", sort=False):
+        sweep = rows_of(findings.measurements[K_SWEEP_TABLE], str(model))
         means = sweep[sweep["layer"] == ALL].set_index(["quantity", "k"])["mean"]
         base = again[again["mask"] == NO_MASK].set_index(UNITS)
         measure = measure_of(again)
@@ -142,7 +145,7 @@ def _ratio(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> float:
 def length_table(findings: Findings) -> pd.DataFrame:
     """Return the mean change by each mask at each length of texts, with 95% intervals over samples."""
     rows: list[dict[str, Any]] = []
-    for place, again in findings.measurements.rerun_lengths.groupby(["model", "length"], sort=False):
+    for place, again in findings.measurements[LENGTHS_TABLE].groupby(["model", "length"], sort=False):
         measure = measure_of(again)
         unit, limit = "targets" if measure == "loss" else "predictions", tolerance_of(findings, measure)
         sums = again.groupby(["mask", "k", "sample"])[[measure, unit, "kept", "keys"]].sum()
@@ -175,7 +178,7 @@ def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
 def condition_table(findings: Findings) -> pd.DataFrame:
     """Return both conditions of Corollary 1 within each model, for every k, at matching percentiles."""
     rows = []
-    for model, own in findings.measurements.sweep.groupby("model", sort=False):
+    for model, own in findings.measurements[K_SWEEP_TABLE].groupby("model", sort=False):
         pooled = {(str(row["quantity"]), row["k"]): row for row in records(own[own["layer"] == ALL])}
         if ("dispersion", 0) not in pooled or model in drawn(findings):
             continue
@@ -222,9 +225,9 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
     facts = rows_of(measurements.models, model).iloc[0]
     limit = tolerance_of(findings, str(again["measure"].iloc[0])) if len(again) else None
     budgets = {}
-    for name, rows in rows_of(measurements.budgets, model).groupby("budget", sort=False):
+    for name, rows in rows_of(measurements[BUDGET_TABLE], model).groupby("budget", sort=False):
         tested = records(again[again["mask"] == name])[0]
-        samples = measurements.rerun.query("model == @model and mask == @name")["sample"]
+        samples = measurements[RERUN_TABLE].query("model == @model and mask == @name")["sample"]
         first, last = int(samples.min()), int(samples.max())
         budgets[str(name)] = {
             "block": int(rows["block"].iloc[0]),
@@ -375,10 +378,10 @@ def over_chunks(row: Row) -> str:
 def unit_of(findings: Findings, model: str) -> Unit:
     """Return in what a model's changes are written: in perplexity where it predicts next tokens."""
     measurements = findings.measurements
-    own = rows_of(measurements.rerun, model)
+    own = rows_of(measurements[RERUN_TABLE], model)
     measure = measure_of(own)
     if own.empty:  # its texts alone were cut into lengths
-        measure = "loss" if rows_of(measurements.rerun_lengths, model)["targets"].sum() else "divergence"
+        measure = "loss" if rows_of(measurements[LENGTHS_TABLE], model)["targets"].sum() else "divergence"
     causal = rows_of(measurements.models, model)["attention"].iloc[0] == "causal"
     targets = own.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(own) else 2
     return Unit(measure, bool(measure == "loss" and causal and targets > 1))

@@ -13,7 +13,7 @@ from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import QueryDraws
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.outputs import masked_language
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
@@ -31,7 +31,7 @@ from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_files import InputError
 
 
-def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> TopScores:
+def _clean_pass(subject: Subject, plan: KSweepPlan) -> TopScores:
     loaded, size = subject.model, subject.batch_size
     batches = split(subject.first[0], size)
     longest, keys = longest_call(loaded, batches, subject.device, subject.dtype)
@@ -44,9 +44,15 @@ def _clean_pass(subject: Subject, plan: KSweepPlan, min_keys: int) -> TopScores:
     draws = QueryDraws(subject.queries, subject.seed)
     draws.expect(longest)
     return TopScores(
-        largest, draws, min_keys, not loaded.external or plan.max_k is not None, plan.reruns(loaded.external),
-        plan.ks or tuple(rerun_ks(largest)), batches, pieces,
-    )  # fmt: skip
+        largest,
+        draws,
+        subject.min_keys,
+        not loaded.external or plan.max_k is not None,
+        plan.reruns(loaded.external),
+        plan.ks or tuple(rerun_ks(largest)),
+        batches,
+        pieces,
+    )
 
 
 def _largest_k(plan: KSweepPlan, keys: int) -> int:
@@ -78,24 +84,27 @@ SWEEP_ESTIMATES = Table(
     "pooled: the estimate with its 95% interval (empty where too few were drawn).",
     columns_of("model str; k int64; quantity statistic target str; estimate low high float64"),
 )
-_TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, LENGTHS_TABLE, BUDGET_TABLE)
+TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, LENGTHS_TABLE, BUDGET_TABLE)
 
 
-def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
-    loaded, labels, min_keys = subject.model, subject.first[1], prepared or 1
-    tables = {table.name: table.empty() for table in _TABLES}
+def measure_sweep(subject: Subject, plan: KSweepPlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
+    loaded = subject.model
+    labels = subject.first[1]
+    tables = {table.name: table.empty() for table in TABLES}
     if not _scored(loaded):
         return tables
     whole = 0  # samples of a pass that is made here
-    seen: Any = subject.watchers.pop(PROBE.name, None)
+    seen: Any = subject.watchers.pop(KSweepPlan.name, None)
     if seen is None:
-        seen = _clean_pass(subject, plan, min_keys)
-        subject.expect(whole := sum(map(samples_of, seen.batches)))
+        seen = _clean_pass(subject, plan)
+        whole = sum(map(samples_of, seen.batches))
+        subject.progress.expect(whole)
         with running(loaded, seen.add, subject.device, subject.dtype) as run, seen.watched(run.module):
             for batch in seen.batches:
                 seen.start(samples_of(batch))
                 run(batch)
-                subject.after_point(samples_of(batch))
+                subject.progress.advance(samples_of(batch))
     draws = seen.draws
     for text in draws.remarks:
         subject.remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
@@ -104,7 +113,7 @@ def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mappin
     if plan.reruns(loaded.external) or (plan.seconds and loaded.external):
         tables |= _reruns(subject, seen, plan, whole)
     if plan.budget:
-        how = min_keys, subject.device, subject.dtype
+        how = subject.min_keys, subject.device, subject.dtype
         budgets, tests = search(loaded, seen.batches, labels, plan.tolerance, *how)
         tables |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([tables["rerun"], tests])}
     if draws.share < 1:
@@ -141,11 +150,11 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
         pieces = {n: list(first_samples(cut, max(1, few * tokens // n))) for n, cut in pieces.items()}
     steps = {n: max(1, round(n / tokens)) for n in pieces}  # what a piece takes, in samples
     more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
-    subject.expect(whole + (1 + len(masks)) * few + more)
+    subject.progress.expect(whole + (1 + len(masks)) * few + more)
     labels = labels if labels is None or wanted else labels[:few]
 
     try:
-        again = rerun(loaded, chosen, labels, masks, after_batch=subject.after_point, **how)
+        again = rerun(loaded, chosen, labels, masks, after_batch=subject.progress.advance, **how)
     except InputError as error:
         if plan.reruns(external=False):  # the user asked for it
             raise
@@ -156,7 +165,7 @@ def _reruns(subject: Subject, seen: TopScores, plan: KSweepPlan, whole: int) -> 
         raise InputError(f"--lengths is for models that predict tokens, and {why}.")
     cuts = [again.assign(length=tokens)] if tokens in {*plan.lengths} - {*pieces} else []
     for n, cut in pieces.items():
-        count = partial(lambda step, samples: subject.after_point(step * samples), steps[n])
+        count = partial(lambda step, samples: subject.progress.advance(step * samples), steps[n])
         passes = rerun(loaded, cut, None, of_length[n], after_batch=count, **how)
         cuts.append(passes.assign(length=n))
     return {"rerun": again, "rerun_lengths": LENGTHS_TABLE.of_parts(cuts)}
@@ -180,23 +189,10 @@ def _fitting(
     return list(first_samples(batches, samples))
 
 
-def _watch(subject: Subject, plan: KSweepPlan, prepared: int | None) -> TopScores | None:
+def watch_scores(subject: Subject, plan: KSweepPlan) -> TopScores | None:
+    """Return what observes the clean pass; None if that has other batches, or the model has no scores to sweep."""
     inputs = split(subject.first[0], subject.batch_size)
-    same = [*map(samples_of, inputs)] == [*map(samples_of, subject.batches)]
-    return _clean_pass(subject, plan, prepared or 1) if same and _scored(subject.model) else None
-
-
-PROBE = Probe(
-    "k-sweep",
-    KSweepPlan,
-    _TABLES,
-    _measure,
-    watch=_watch,
-    prepare=lambda plan, conditions: conditions.min_keys,
-    provenance=lambda plan, samples, few: {
-        "probe_samples": few,
-        **({"tolerance": plan.tolerance} if plan.tolerance else {}),
-    },
-    draws=True,
-    reported=lambda options: KSweepPlan(seconds=options.rerun_seconds, lengths=options.lengths),
-)
+    same_batches = [*map(samples_of, inputs)] == [*map(samples_of, subject.batches)]
+    if same_batches and _scored(subject.model):
+        return _clean_pass(subject, plan)
+    return None

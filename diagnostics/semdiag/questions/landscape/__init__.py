@@ -1,15 +1,26 @@
 """What does the loss surface look like?"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
+from semdiag.measuring.plan import Plan, ReportOptions
 from semdiag.presenting.options import check_least, chosen
 from semdiag.presenting.question import Question
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from semdiag.measuring.subject import Subject
+    from semdiag.measuring.table import Table
+
 
 @dataclass(frozen=True)
-class LandscapePlan:
+class LandscapePlan(Plan):
     """Which points are evaluated."""
+
+    name: ClassVar[str] = "loss surface"
 
     planes: int = chosen(1, "Random planes through each checkpoint.")
     radius: float = chosen(
@@ -29,10 +40,27 @@ class LandscapePlan:
                 f"grid must be an odd number of at least 3, so that the checkpoint is a cell. Got {self.grid}."
             )
 
-    @property
-    def points(self) -> int:
-        """Return the number of evaluated points of one model."""
+    @classmethod
+    def tables(cls) -> "tuple[Table, ...]":
+        """Return the tables that it makes."""
+        from semdiag.questions.landscape.measure import LANDSCAPE
+
+        return (LANDSCAPE,)
+
+    def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
+        """Measure a model."""
+        from semdiag.questions.landscape.measure import measure_landscape
+
+        return measure_landscape(subject, self)
+
+    def steps(self) -> int:
+        """Return the number of evaluated points of one encoder."""
         return self.planes * (self.grid**2 + 1)
+
+    @classmethod
+    def for_report(cls, options: ReportOptions) -> "LandscapePlan | None":
+        """Return the plan of a report."""
+        return cls() if options.thorough else None
 
 
 QUESTION = Question(

@@ -17,13 +17,14 @@ from semdiag.presenting.answer import Answer, heading, measured_glance, title, w
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
 from semdiag.presenting.tables import Column, NumberTable
+from semdiag.questions.landscape.measure import LANDSCAPE
 
 WORKING = 0.95  # accuracy
 
 
 def landscape_facts(findings: Findings) -> pd.DataFrame:
     """Summarise every plane on which the loss was measured."""
-    table = findings.measurements.landscape
+    table = findings.measurements[LANDSCAPE]
     rows = []
     for (model, plane), cells in table[table["loss"].notna()].groupby(["model", "plane"], sort=False):
         grid, checkpoint = cells[cells["place"] == "grid"], cells[cells["place"] == "checkpoint"].iloc[0]
@@ -51,7 +52,7 @@ _CELLS = ("loss", "accuracy")
 
 def answer(findings: Findings) -> Answer:
     """Return every plane of every model, with its cells and its summary numbers."""
-    table, facts = findings.measurements.landscape, findings(landscape_facts)
+    table, facts = findings.measurements[LANDSCAPE], findings(landscape_facts)
     results: dict[str, Summary] = {}
     shown: list[str | NumberTable] = []
     for model in findings.measurements.models["model"]:
@@ -126,7 +127,7 @@ _QUANTITIES = {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accu
 )
 def landscape_contour(findings: Findings) -> Figure:
     """Draw the loss and the accuracy of every plane side by side, with contour lines over the loss."""
-    table = findings.measurements.landscape
+    table = findings.measurements[LANDSCAPE]
     planes = [
         (f"{panel.title}, {series.label}, plane {number}", rows)
         for panel in panels_of(findings.measurements.models)

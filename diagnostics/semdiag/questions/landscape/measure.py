@@ -13,7 +13,7 @@ from semdiag.mathematics.planes import random_plane
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.encoders.weights import MovableEncoder, usable_samples
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.landscape import LandscapePlan
 from semdiag_models import Encoder
@@ -59,14 +59,18 @@ def landscape(
     return LANDSCAPE.of_rows(rows)
 
 
-def _measure(subject: Subject, plan: LandscapePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+def measure_landscape(subject: Subject, plan: LandscapePlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
     if subject.model.external:
         raise NotAvailableError("its loss is not known")
-    how: dict[str, Any] = {name: getattr(subject, name) for name in ("seed", "device", "dtype", "after_point")}
-    return {"landscape": landscape(subject.model, subject.tokens, subject.labels, plan=plan, **how)}
-
-
-PROBE = Probe(
-    "loss surface", LandscapePlan, (LANDSCAPE,), _measure, steps=lambda plan: int(plan.points),
-    reported=lambda options: LandscapePlan() if options.thorough else None,
-)  # fmt: skip
+    table = landscape(
+        subject.model,
+        subject.tokens,
+        subject.labels,
+        plan=plan,
+        seed=subject.seed,
+        device=subject.device,
+        dtype=subject.dtype,
+        after_point=subject.progress.advance,
+    )
+    return {"landscape": table}

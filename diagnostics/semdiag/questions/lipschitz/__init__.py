@@ -1,17 +1,28 @@
 """How steep is the loss, measured from below?"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from semdiag.measuring.plan import Plan, ReportOptions
 from semdiag.presenting.options import check_least, chosen, shared
 from semdiag.presenting.question import Question
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from semdiag.measuring.subject import Subject
+    from semdiag.measuring.table import Table
 
 FEWEST_DRAWS = 5
 
 
 @dataclass(frozen=True)
-class LipschitzPlan:
+class LipschitzPlan(Plan):
     """What is drawn."""
+
+    name: ClassVar[str] = "Lipschitz estimates"
 
     samples: int = shared(100)  # inputs behind every loss
     planes: int = chosen(8, "Random planes in which secants are taken. Intervals resample the planes.")
@@ -27,6 +38,34 @@ class LipschitzPlan:
         check_least(self, samples=1, planes=2, directions=2, draws=FEWEST_DRAWS)
         if not 0 < self.radius < math.inf:
             raise InputError(f"radius must be a positive number, like 1. Got {self.radius}.")
+
+    @classmethod
+    def tables(cls) -> "tuple[Table, ...]":
+        """Return the tables that it makes."""
+        from semdiag.questions.lipschitz.measure import JACOBIANS, LOSS_GRADIENTS, LOSS_SECANTS
+
+        return LOSS_SECANTS, LOSS_GRADIENTS, JACOBIANS
+
+    def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
+        """Measure a model."""
+        from semdiag.questions.lipschitz.measure import measure_lipschitz
+
+        return measure_lipschitz(subject, self)
+
+    def steps(self) -> int:
+        """Return the number of steps of one encoder."""
+        from semdiag.questions.lipschitz.measure import points
+
+        return points(self)
+
+    def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
+        """Return what to record."""
+        return {"lipschitz_samples": min(self.samples, samples)}
+
+    @classmethod
+    def for_report(cls, options: ReportOptions) -> "LipschitzPlan | None":
+        """Return the plan of a report."""
+        return cls() if options.thorough else None
 
 
 QUESTION = Question(

@@ -32,6 +32,7 @@ from semdiag.presenting.answer import Answer, heading, measured_glance, title, v
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
+from semdiag.questions.lipschitz.measure import JACOBIANS, LOSS_GRADIENTS, LOSS_SECANTS
 
 PERCENTILES = (50, 75, 95, 99)  # of the paper's Fig. 10
 RESAMPLES = 500
@@ -75,7 +76,7 @@ def _percentile_rows(sides: list[Array], facts: dict[str, Any]) -> Iterator[dict
 
 
 def _circles(measurements: Measurements) -> Iterator[tuple[str, float, pd.DataFrame]]:
-    table = measurements.loss_secants
+    table = measurements[LOSS_SECANTS]
     table = table[(table["group"] == "all") & np.isfinite(table["slope"])]
     for (model, radius), secants in table.groupby(["model", "radius"], sort=False):
         yield str(model), float(str(radius)), secants
@@ -93,8 +94,8 @@ SCOPE = (
     "checkpoint."
 )
 GRADIENTS = "gradients of the loss are below the constants at the same parameters"
-SECANTS = "secants of the loss are below the largest constant of the drawn parameters"
-JACOBIANS = "block Jacobians are below λ_X of the same sample"
+SECANT_CLAIM = "secants of the loss are below the largest constant of the drawn parameters"
+JACOBIAN_CLAIM = "block Jacobians are below λ_X of the same sample"
 AT_POINT = "gradients of queries and keys, and block Jacobians, are below the bounds at the same point"
 ORDERING = "the loss is less steep around this model than around the full one"
 _SLACK = 1e-9
@@ -103,22 +104,22 @@ _SLACK = 1e-9
 def estimate_findings(findings: Findings) -> list[Finding]:
     """Compare every empirical estimate with the sound bound."""
     results = []
-    for model in findings.measurements.loss_gradients["model"].unique():
+    for model in findings.measurements[LOSS_GRADIENTS]["model"].unique():
         measured = findings.measurements.of(model)
-        gradients = measured.loss_gradients
+        gradients = measured[LOSS_GRADIENTS]
         scored = gradients[gradients["ln_point"].notna()]
-        slopes = pd.concat([scored["slope"], measured.jacobians["norm"]])
-        blocks = measured.jacobians["ln_exact"].fillna(measured.jacobians["ln_point"])
+        slopes = pd.concat([scored["slope"], measured[JACOBIANS]["norm"]])
+        blocks = measured[JACOBIANS]["ln_exact"].fillna(measured[JACOBIANS]["ln_point"])
         near = pd.concat([scored["ln_point"], blocks])
         results.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
         bounds = gradients.groupby("group")["ln_sound"].max()
         known = gradients.groupby("group")["holds"].all()
         results.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
-        slopes, groups = measured.loss_secants["slope"], measured.loss_secants["group"]
-        results.append(_judged(model, SECANTS, slopes, groups.map(bounds), groups.map(known)))
-        norms = measured.jacobians
+        slopes, groups = measured[LOSS_SECANTS]["slope"], measured[LOSS_SECANTS]["group"]
+        results.append(_judged(model, SECANT_CLAIM, slopes, groups.map(bounds), groups.map(known)))
+        norms = measured[JACOBIANS]
         finite = norms["ln_sound"] < math.inf
-        results.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
+        results.append(_judged(model, JACOBIAN_CLAIM, norms["norm"], norms["ln_sound"], finite))
     return results
 
 
@@ -182,7 +183,7 @@ def answer(findings: Findings) -> Answer:
         shown += [f"\n{pair.label}: secants of {pair.other} over those of {pair.full}", _ratio_cells(ratios)]
     sentences = lipschitz_sentences(findings)
     return Answer(
-        measured_glance(findings, findings.measurements.loss_gradients), details=sentences, opening=sentences,
+        measured_glance(findings, findings.measurements[LOSS_GRADIENTS]), details=sentences, opening=sentences,
         claims=[*judged, *(f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair))],
         tables=_tables(findings), results=results, more={"scope": SCOPE, "pairs": pairs}, shown=[*shown, SCOPE],
     )  # fmt: skip
@@ -190,7 +191,7 @@ def answer(findings: Findings) -> Answer:
 
 def _result(findings: Findings, model: str) -> Summary:
     measured, curves = findings.measurements.of(model), findings(secant_percentiles)
-    secants = measured.loss_secants
+    secants = measured[LOSS_SECANTS]
     groups = [
         {
             "group": group,
@@ -200,12 +201,12 @@ def _result(findings: Findings, model: str) -> Summary:
             "ln_sound": rows["ln_sound"].max(),
             "ln_point": rows["ln_point"].max(),
         }
-        for group, rows in measured.loss_gradients.groupby("group", sort=False)
+        for group, rows in measured[LOSS_GRADIENTS].groupby("group", sort=False)
     ]
     blocks = [
         {"layer": layer, "stretch": percentiles(rows["norm"])}
         | {name: rows[name].max() for name in ("ln_sound", "ln_point", "ln_exact")}
-        for layer, rows in measured.jacobians.groupby("layer", sort=True)
+        for layer, rows in measured[JACOBIANS].groupby("layer", sort=True)
     ]
     by_radius = records(curves[curves["model"] == model].drop(columns="model"))
     return {"unit": "nats per unit of the parameters", "groups": groups, "secants": by_radius, "blocks": blocks}
@@ -213,8 +214,8 @@ def _result(findings: Findings, model: str) -> Summary:
 
 def _tables(findings: Findings) -> dict[str, pd.DataFrame]:
     tables = {"lipschitz_secants": with_facts(findings, findings(secant_percentiles))}
-    for name in ("loss_gradients", "jacobians"):
-        tables[name] = with_facts(findings, getattr(findings.measurements, name))
+    for table in (LOSS_GRADIENTS, JACOBIANS):
+        tables[table.name] = with_facts(findings, findings.measurements[table])
     ratios = [findings(secant_ratios, pair).assign(pair=pair.label) for pair in findings(compared_pairs)]
     return tables | ({"lipschitz_ratios": pd.concat(ratios, ignore_index=True)} if ratios else {})
 

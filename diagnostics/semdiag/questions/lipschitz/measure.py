@@ -29,7 +29,7 @@ from semdiag.measuring.encoders.network_constants import (
 )
 from semdiag.measuring.encoders.traces import score_gradient_bounds, trace_inputs
 from semdiag.measuring.encoders.weights import MovableEncoder, not_finite, usable_samples
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag_files import InputError
@@ -258,7 +258,8 @@ JACOBIANS = Table(
 TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, JACOBIANS)
 
 
-def _settings(plan: LipschitzPlan) -> int:
+def points(plan: LipschitzPlan) -> int:
+    """Return the number of evaluated points of one model."""
     circles = plan.planes * plan.directions + len(GROUPS) * LINES * 2
     return circles * len(radii(plan.radius)) + plan.draws + 3
 
@@ -301,15 +302,16 @@ def lipschitz(
     }
 
 
-def _measure(subject: Subject, plan: LipschitzPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+def measure_lipschitz(subject: Subject, plan: LipschitzPlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
     if subject.model.external:
         raise NotAvailableError("its loss is not known")
-    how: dict[str, Any] = {name: getattr(subject, name) for name in ("seed", "device", "after_point")}
-    return lipschitz(subject.model, subject.tokens, subject.labels, plan=plan, **how)
-
-
-PROBE = Probe(
-    "Lipschitz estimates", LipschitzPlan, TABLES, _measure, steps=_settings,
-    provenance=lambda plan, samples, few: {"lipschitz_samples": min(plan.samples, samples)},
-    reported=lambda options: LipschitzPlan() if options.thorough else None,
-)  # fmt: skip
+    return lipschitz(
+        subject.model,
+        subject.tokens,
+        subject.labels,
+        plan=plan,
+        seed=subject.seed,
+        device=subject.device,
+        after_point=subject.progress.advance,
+    )

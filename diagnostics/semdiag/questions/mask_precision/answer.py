@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import DENSE, KINDS
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import sum_ratio_interval
-from semdiag.measuring.table import ALL, rows_of
+from semdiag.measuring.table import ALL, Table, rows_of
 from semdiag.measuring.words import (
     count,
     counted,
@@ -25,6 +25,8 @@ from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_fac
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, number_layers, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
+from semdiag.questions.mask_precision.measure import LOST_WEIGHTS, ROUNDED_MASKS
+from semdiag.questions.mask_stability.measure import MASKS
 
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
@@ -36,7 +38,7 @@ _COLUMNS = [
 
 def precision_table(findings: Findings) -> pd.DataFrame:
     """Return how many masks survive, by model, number format and layer, and pooled; heads are pooled."""
-    masks, lost = findings.measurements.rounded_masks, findings.measurements.lost_weights
+    masks, lost = findings.measurements[ROUNDED_MASKS], findings.measurements[LOST_WEIGHTS]
     rows = []
     for (model, kind), rows_of_format in masks.groupby(["model", "format"], sort=False):
         of_changed = lost[(lost["model"] == model) & (lost["format"] == kind)]
@@ -128,7 +130,7 @@ def mask_words(findings: Findings, model: str) -> str:
     if kind not in KINDS or KINDS[kind].keeps in ("fixed", "redrawn"):
         return f"not applicable: the mask of {kind} attention does not depend on the input"
     kept_keys = pd.concat(
-        [t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)]
+        [t.loc[t["model"] == model, "kept"] for t in (measurements[MASKS], measurements[ROUNDED_MASKS])]
     )
     if kept_keys.empty:
         return next(iter(refusals(findings, model)), "no query drops a key: no mask can change")
@@ -161,9 +163,9 @@ def answer(findings: Findings) -> Answer:
 _MARKERS = "osD^vP*Xh<>"  # of noise levels or formats
 
 
-def _judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
+def _judged_models(findings: Findings, table: Table) -> list[tuple[str, str]]:
     measurements = findings.measurements
-    kept = getattr(measurements, table).groupby("model")["kept"].last()
+    kept = measurements[table].groupby("model")["kept"].last()
     judged = []
     for panel in panels_of(measurements.models):
         for series in panel.series:
@@ -175,7 +177,7 @@ def _judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, 
     return judged
 
 
-def draw_survival(findings: Findings, table: str, rows: pd.DataFrame, note: str) -> Figure:
+def draw_survival(findings: Findings, table: Table, rows: pd.DataFrame, note: str) -> Figure:
     """Draw against layers the share of masks that stay the same, with its ends, and the certified share."""
     import seaborn as sns  # takes a second
 
@@ -211,7 +213,7 @@ def masks_in_formats(findings: Findings) -> Figure:
     table = table.assign(curve=table["format"], same=same, low=without_ties, high=same)
     note = "Queries, keys and scores rounded once, against float64. Bands: down to the share without a tie at the "
     note += "boundary. Without rows that are not covered"
-    return draw_survival(findings, "rounded_masks", table[table["layer"] != ALL], note)
+    return draw_survival(findings, ROUNDED_MASKS, table[table["layer"] != ALL], note)
 
 
 HEADINGS = heading(

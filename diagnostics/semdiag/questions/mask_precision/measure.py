@@ -13,7 +13,6 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import samples_of, split
 from semdiag.mathematics.mask_stability import TopSet, kept_in_common, score_rounding, top_set
 from semdiag.mathematics.rounding import (
-    FORMATS,
     NumberFormat,
     number_format,
     rounded_scores,
@@ -22,11 +21,10 @@ from semdiag.mathematics.rounding import (
 )
 from semdiag.measuring.calls.collector import SampleNumbers
 from semdiag.measuring.calls.running import running
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
-from semdiag.presenting.options import SUPPOSED_K, check_least
+from semdiag.questions.mask_precision import PrecisionPlan
 from semdiag.questions.mask_stability.mask_rows import Selection, selection_of
-from semdiag_files import InputError
 
 _STRIP = 2**21  # scores held at a time (or one query of every sample and head)
 BEYOND = "scores that are no numbers, or beyond float32"
@@ -157,23 +155,6 @@ LOST_WEIGHTS = Table(
 )
 
 
-@dataclass(frozen=True)
-class PrecisionPlan:
-    """In which number formats masks are compared with those in float64."""
-
-    formats: tuple[str, ...] = ("bfloat16",)  # short names or torch's; stored as torch's, each once
-    k: int = SUPPOSED_K  # keys in the mask that top-k would choose in a model without a selection of its own
-
-    def __post_init__(self) -> None:
-        names = tuple(dict.fromkeys(number_format(name).name for name in self.formats))
-        coarser = [name for name, kind in FORMATS.items() if kind.digits <= FORMATS["float32"].digits]
-        if not names or not {*names} <= {*coarser}:
-            got = ", ".join(map(str, self.formats)) or "none"
-            raise InputError(f"Masks are compared in {', '.join(coarser)} against float64. Got {got}.")
-        check_least(self, k=1)
-        object.__setattr__(self, "formats", names)
-
-
 @dataclass
 class _Collector:
     model: str
@@ -212,13 +193,14 @@ class _Collector:
         return table.assign(why=np.where(table["not_covered"] > 0, rows.why, ""))[table["queries"] > 0]
 
 
-def _measure(subject: Subject, plan: PrecisionPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
+def measure_precision(subject: Subject, plan: PrecisionPlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
     loaded = subject.model
     kind = "full" if loaded.external else loaded.encoder.config.attention
     selection = selection_of(kind)
     if selection is None:
         return {"rounded_masks": ROUNDED_MASKS.empty(), "lost_weights": LOST_WEIGHTS.empty()}
-    collected = _Collector(loaded.path, plan, selection, prepared or 1)
+    collected = _Collector(loaded.path, plan, selection, subject.min_keys)
     with running(loaded, collected.add, subject.device, subject.dtype) as run:
         for batch in split(subject.first[0], subject.batch_size):
             collected.numbers.start(samples_of(batch))
@@ -227,17 +209,3 @@ def _measure(subject: Subject, plan: PrecisionPlan, prepared: int | None) -> Map
         "rounded_masks": ROUNDED_MASKS.of_parts(collected.masks),
         "lost_weights": LOST_WEIGHTS.of_parts(collected.lost),
     }
-
-
-PROBE = Probe(
-    "mask precision",
-    PrecisionPlan,
-    (ROUNDED_MASKS, LOST_WEIGHTS),
-    _measure,
-    prepare=lambda plan, conditions: conditions.min_keys,
-    provenance=lambda plan, samples, few: {
-        "mask_formats": list(plan.formats),
-        "mask_k": plan.k,
-        "probe_samples": few,
-    },
-)

@@ -1,19 +1,30 @@
 """Do masks survive noise: certified, predicted, observed?"""
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from semdiag.measuring.plan import Plan, ReportOptions
 from semdiag.presenting import options
 from semdiag.presenting.options import SUPPOSED_K, chosen, option
 from semdiag.presenting.question import Asked, Question
 from semdiag.questions.stability import NOISE, check_levels
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from semdiag.measuring.subject import Subject
+    from semdiag.measuring.table import Table
+
 _NOISE = "Which noise"
+_REPORT_DRAWS = 3
 
 
 @dataclass(frozen=True)
-class NoisePlan:
+class NoisePlan(Plan):
     """Which noise is added, and how often."""
+
+    name: ClassVar[str] = "mask stability"
 
     levels: tuple[float, ...] = chosen(
         (NOISE,), "Standard deviation of the Gaussian noise, relative to each token's root mean square. One level "
@@ -30,6 +41,28 @@ class NoisePlan:
         check_levels(self.levels)
         options.check_least(self, draws=1, k=1)
 
+    @classmethod
+    def tables(cls) -> "tuple[Table, ...]":
+        """Return the tables that it makes."""
+        from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS
+
+        return MASKS, NOISE_EFFECTS
+
+    def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
+        """Measure a model."""
+        from semdiag.questions.mask_stability.measure import measure_mask_stability
+
+        return measure_mask_stability(subject, self)
+
+    def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
+        """Return what to record."""
+        return {"mask_noise": asdict(self), "probe_samples": probe_samples}
+
+    @classmethod
+    def for_report(cls, options: ReportOptions) -> "NoisePlan":
+        """Return the plan of a report."""
+        return cls(options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed)
+
 
 def _ask(
     precision: Annotated[
@@ -45,7 +78,7 @@ def _ask(
     shared: Asked,
 ) -> None:  # fmt: skip
     from semdiag.measuring.findings.estimates import check_supposed_k
-    from semdiag.questions.mask_precision.measure import PrecisionPlan
+    from semdiag.questions.mask_precision import PrecisionPlan
 
     plans: dict[str, NoisePlan | PrecisionPlan] = {}
     if "precision" not in shared.typed or {"levels", "draws"} & shared.typed:

@@ -34,6 +34,7 @@ from semdiag.questions.mask_precision.answer import (
     precision_rows,
     refusals,
 )
+from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS
 
 RESAMPLES = 200
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
@@ -42,7 +43,7 @@ _MEANS = ("agreement", "exact", "certified", "predicted", "response")
 def mask_table(findings: Findings) -> pd.DataFrame:
     """Return the stability of masks by model, noise level, layer and head, and pooled."""
     rows = []
-    for (model, level), of_level in findings.measurements.masks.groupby(["model", "level"], sort=False):
+    for (model, level), of_level in findings.measurements[MASKS].groupby(["model", "level"], sort=False):
         for layer, head, part in _places(of_level):
             rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
     columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
@@ -52,7 +53,7 @@ def mask_table(findings: Findings) -> pd.DataFrame:
 def heads_pooled(findings: Findings) -> pd.DataFrame:
     """Return the stability of the masks of each layer, its heads together."""
     rows = []
-    for (model, level, layer), part in findings.measurements.masks.groupby(["model", "level", "layer"]):
+    for (model, level, layer), part in findings.measurements[MASKS].groupby(["model", "level", "layer"]):
         share = mean_interval(part, "exact").if_varied().columns("exact")
         certified = float(part["certified"].astype(np.float64).mean())
         rows.append({"model": model, "level": level, "layer": layer, **share, "certified": certified})
@@ -62,7 +63,7 @@ def heads_pooled(findings: Findings) -> pd.DataFrame:
 
 def _effect_table(findings: Findings) -> pd.DataFrame:
     rows = []
-    for (model, level), effects in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
+    for (model, level), effects in findings.measurements[NOISE_EFFECTS].groupby(["model", "level"], sort=False):
         after = mean_interval(effects, "correct_after").if_varied()
         rows.append(
             {
@@ -128,11 +129,11 @@ def masks_glance(findings: Findings) -> Glance:
 
 
 def _mask_facts(findings: Findings) -> str:
-    samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
+    samples = int(findings.measurements[MASKS].groupby("model")["sample"].nunique().max())
     plan = findings.measurements.provenance.get("mask_noise") or {}
     seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
     noise = "Noise on the embedded tokens, relative to each token's RMS"
-    draws = int(findings.measurements.masks["draws"].iloc[0])
+    draws = int(findings.measurements[MASKS]["draws"].iloc[0])
     return f"{noise}; {counted(samples, 'sample')} per model, {draws} draws{seed}"
 
 
@@ -232,7 +233,7 @@ def masks_unchanged(findings: Findings) -> Figure:
     names = {"exact": "same", "exact_low": "low", "exact_high": "high"}
     table = table.assign(curve=[f"noise {percent(level, 'g')}" for level in table["level"]])
     note = f"Bands: 95% intervals from resampled sequences. {_mask_facts(findings)}" if len(table) else ""
-    return draw_survival(findings, "masks", table.rename(columns=names), note)
+    return draw_survival(findings, MASKS, table.rename(columns=names), note)
 
 
 HEADINGS = heading(

@@ -1,8 +1,7 @@
 """Do masks survive input noise? Every query's set S against that of noisy copies of the same input."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -17,9 +16,8 @@ from semdiag.mathematics.censored import predicted_classes
 from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
-from semdiag.measuring.probe import Probe, Subject, plan_of
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
-from semdiag.presenting.options import SUPPOSED_K
 from semdiag.questions.mask_stability import NoisePlan
 from semdiag.questions.mask_stability.mask_rows import RowChanges, Selection, row_changes, selection_of
 from semdiag.questions.stability.measure import noise_of_samples, noisy_copies, small_parts, token_size
@@ -112,9 +110,6 @@ def _effects_table(
     return NOISE_EFFECTS.of_parts(parts)
 
 
-_REPORT_DRAWS = 3  # enough for a first look
-
-
 def mask_stability(
     model: LoadedModel | nn.Module,
     tokens: Batch | Iterable[Batch],
@@ -129,7 +124,7 @@ def mask_stability(
     note: Callable[[str, str, str], None] = lambda name, why, where: None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Compare the mask of every query with the masks of noisy copies of the same input."""
-    plan = plan_of(NoisePlan, plan)
+    plan = NoisePlan.checked(plan)
     loaded = unnamed(model)
     copies = 1 + len(plan.levels) * plan.draws
     kind = "full" if loaded.external else loaded.encoder.config.attention
@@ -152,7 +147,7 @@ def mask_stability(
                 with noisy_copies(run.module.get_submodule("blocks.0"), probe.samples, probe.add_noise):
                     probe.compare(run(noisy))
             after_batch(probe.samples)
-    probe.sums.leave_out(reach.left_out(PROBE.name, note))
+    probe.sums.leave_out(reach.left_out(NoisePlan.name, note))
     masks = probe.sums.table(loaded.path, plan.levels, plan.draws)
     return masks, _effects_table(loaded.path, probe.outputs, plan.levels, labels)
 
@@ -203,24 +198,21 @@ class _Probe:
         self.outputs.append({name: values.cpu() for name, values in effects.items()})
 
 
-def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+def measure_mask_stability(subject: Subject, plan: NoisePlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
     inputs, labels = subject.first
     if subject.model.external:  # a batch with all its noisy copies is as large as any other
         size = max(1, subject.batch_size // (1 + len(plan.levels) * plan.draws))
         inputs = [piece for batch in inputs for piece in small_parts(batch, size)]
-    how: dict[str, Any] = {name: getattr(subject, name) for name in ("batch_size", "device", "dtype", "note")}
-    masks, effects = mask_stability(subject.model, inputs, labels, plan, min_keys=prepared or 1, **how)
+    masks, effects = mask_stability(
+        subject.model,
+        inputs,
+        labels,
+        plan,
+        batch_size=subject.batch_size,
+        device=subject.device,
+        dtype=subject.dtype,
+        min_keys=subject.min_keys,
+        note=subject.note,
+    )
     return {"masks": masks, "noise_effects": effects}
-
-
-PROBE = Probe(
-    "mask stability",
-    NoisePlan,
-    (MASKS, NOISE_EFFECTS),
-    _measure,
-    prepare=lambda plan, conditions: conditions.min_keys,
-    provenance=lambda plan, samples, few: {"mask_noise": asdict(plan), "probe_samples": few},
-    reported=lambda options: NoisePlan(
-        options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed
-    ),
-)

@@ -1,19 +1,47 @@
 """Do layers and heads keep the same keys?"""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from semdiag.measuring.plan import Plan
 from semdiag.presenting.options import check_least, chosen
 from semdiag.presenting.question import Question
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from semdiag.measuring.subject import Subject
+    from semdiag.measuring.table import Table
+
 
 @dataclass(frozen=True)
-class OverlapPlan:
+class OverlapPlan(Plan):
     """Which masks are compared."""
+
+    name: ClassVar[str] = "overlap"
 
     k: int = chosen(5, "Full-attention models have no masks: compare those that top-k would choose, with this k.")
 
     def __post_init__(self) -> None:
         check_least(self, k=1)
+
+    @classmethod
+    def tables(cls) -> "tuple[Table, ...]":
+        """Return the tables that it makes."""
+        from semdiag.questions.overlap.measure import OVERLAP
+
+        return (OVERLAP,)
+
+    def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
+        """Measure a model."""
+        from semdiag.questions.overlap.measure import measure_overlap
+
+        return measure_overlap(subject, self)
+
+    def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
+        """Return what to record."""
+        return {"overlap_k": self.k, "probe_samples": probe_samples}
 
 
 QUESTION = Question(

@@ -18,6 +18,7 @@ from semdiag.presenting.answer import Answer, heading, measured_glance, title, w
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, model_labels, name_cells
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
+from semdiag.questions.overlap.measure import OVERLAP
 
 _COLUMNS = [
     "model", "what", "layer", "other_layer", "pairs", "queries", "samples", "jaccard", "low", "high", "chance",
@@ -28,7 +29,7 @@ def overlap_table(findings: Findings) -> pd.DataFrame:
     """Return the mean Jaccard index between layers, between heads of a layer, and between successive queries."""
     rows = [
         {"model": model, **row}
-        for model, pairs in findings.measurements.overlap.groupby("model", sort=False)
+        for model, pairs in findings.measurements[OVERLAP].groupby("model", sort=False)
         for row in _of_model(pairs)
     ]
     return pd.DataFrame(rows, columns=_COLUMNS)
@@ -71,7 +72,7 @@ def answer(findings: Findings) -> Answer:
             reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
             shown.append(f"{title(findings, model)}: {reason}")
     return Answer(
-        glance=measured_glance(findings, findings.measurements.overlap), details=_overlap_sentences(findings),
+        glance=measured_glance(findings, findings.measurements[OVERLAP]), details=_overlap_sentences(findings),
         tables={"overlap": with_facts(findings, table)}, results=results,
         more={"k": findings.measurements.provenance.get("overlap_k")}, shown=shown,
     )  # fmt: skip

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import check_rows, scored_rows
 from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.probe import Probe, Subject, plan_of
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.overlap import OverlapPlan
 
@@ -39,7 +38,7 @@ def mask_overlap(
     device: torch.device | str | None = None,
 ) -> pd.DataFrame:
     """Compare the kept keys of every two heads, and of every query with those of the query before."""
-    plan = plan_of(OverlapPlan, plan)
+    plan = OverlapPlan.checked(plan)
     loaded = unnamed(model)
     dense = loaded.external or loaded.encoder.config.attention in DENSE
     kept = _Kept(plan.k if dense else None)
@@ -199,12 +198,7 @@ def expected_jaccard(
     return float(law @ (common / (first + second - common)))
 
 
-def _measure(subject: Subject, plan: OverlapPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+def measure_overlap(subject: Subject, plan: OverlapPlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
     inputs, _ = subject.first
     return {"overlap": mask_overlap(subject.model, inputs, plan, device=subject.device)}
-
-
-PROBE = Probe(
-    "overlap", OverlapPlan, (OVERLAP,), _measure,
-    provenance=lambda plan, samples, few: {"overlap_k": plan.k, "probe_samples": few},
-)  # fmt: skip

@@ -1,17 +1,27 @@
 """Does a model with real masks still find what it was told long ago?"""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from semdiag.measuring.plan import Plan
 from semdiag.presenting.options import chosen, listed_names, shared, whole_numbers
 from semdiag.presenting.question import Asked, Question
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from semdiag.measuring.subject import Subject
+    from semdiag.measuring.table import Table
 
 TASKS = "passkey", "keys", "variables", "induction"  # described in docs/commands/retrieval.md
 
 
 @dataclass(frozen=True)
-class RetrievalPlan:
+class RetrievalPlan(Plan):
     """Which texts are made, and with which masks the model reads them."""
+
+    name: ClassVar[str] = "retrieval"
 
     tasks: tuple[str, ...] = chosen(
         ("passkey", "induction"), f"What is to be found, of {', '.join(TASKS)}.",
@@ -47,26 +57,42 @@ class RetrievalPlan:
         masks = 1 + sum(1 if kind.startswith("skip-") else len(self.ks) for kind in self.kinds)
         return masks * len(self.tasks) * len(self.lengths) * len(self.depths) * self.samples
 
+    @classmethod
+    def tables(cls) -> "tuple[Table, ...]":
+        """Return the tables that it makes."""
+        from semdiag.measuring.calls.tile_weights import TILES
+        from semdiag.questions.retrieval.measure import RETRIEVAL
+
+        return RETRIEVAL, TILES
+
+    def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
+        """Measure a model."""
+        from semdiag.questions.retrieval.measure import retrieval
+
+        return retrieval(subject, self)
+
+    def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
+        """Return what to record."""
+        return {"retrieval_samples": self.samples, "retrieval_depths": list(self.depths)}
+
 
 def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
     from pathlib import Path
 
     from semdiag.capturing.inputs import tokeniser_of
     from semdiag.measuring.measurements import Measurements
+    from semdiag.measuring.progress import Progress
     from semdiag.measuring.survey import Inputs, survey
     from semdiag.questions.retrieval.measure import first_text
 
-    def run(loaded: Any, conditions: Any, announce: Any, advance: Any) -> Measurements:
-        def staged(what: str, steps: int) -> None:
-            announce(what, plan.forwards if what.endswith(": retrieval") else steps)
-
+    def run(loaded: Any, conditions: Any, progress: Progress) -> Measurements:
         parts = []
         for model in loaded:  # the attention of its first text is measured, too
             if conditions.texts.tokenizer is not None:
                 tokeniser_of(Path(model.path), model, conditions.texts)  # which keeps it
             batch = {"input_ids": first_text(model, plan, conditions.seed)}
-            given = Inputs([batch], None, "made by semdiag", model)
-            parts.append(survey([model], conditions, staged, advance, own=True, given=given))
+            inputs = Inputs([batch], None, "made by semdiag", model)
+            parts.append(survey([model], conditions, progress, may_move_models=True, inputs=inputs))
         return Measurements.concat(parts)
 
     conditions = shared.conditions(plans=(plan,), samples=1, batch_size=1)

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
+from semdiag.measuring.calls.tile_weights import TILES
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval, percent, plain, text, whole_percent
@@ -16,6 +17,7 @@ from semdiag.presenting.answer import Answer, Glance, Outcome, heading, title
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends
 from semdiag.presenting.drawing.style import drawing, note_below, palette, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
+from semdiag.questions.retrieval.measure import RETRIEVAL
 
 NO_MASK = "none"
 ENOUGH = 0.5  # share of the texts in which the model as it is must be right, so that masks are judged
@@ -56,7 +58,7 @@ def loses(row: Mapping[str, Any]) -> bool:
 
 def paired_answers(findings: Findings) -> pd.DataFrame:
     """Return each text's answer with each mask, beside that of the model as it is on the same text."""
-    rows = findings.measurements.retrieval
+    rows = findings.measurements[RETRIEVAL]
     rows = rows.assign(right=rows["hits"] == rows["tokens"])
     text = [*_PLACE, "sample"]
     own = rows[rows["mask"] == NO_MASK].set_index(text)[["right", "text_loss"]]
@@ -88,9 +90,9 @@ def retrieval_table(findings: Findings) -> pd.DataFrame:
 
 def answer(findings: Findings) -> Answer | None:
     """Return what each kind of mask still finds, or that the model as it is finds too little."""
-    if findings.measurements.retrieval.empty:
+    if findings.measurements[RETRIEVAL].empty:
         return None
-    table, by_layer = findings(retrieval_table), findings.measurements.tiles
+    table, by_layer = findings(retrieval_table), findings.measurements[TILES]
     both = pd.concat([by_layer.assign(layer=ALL), by_layer], ignore_index=True)
     tiles = both.groupby(["model", "length", "kind", "k", "layer"], as_index=False)[_OF_TILES].mean()
     results: dict[str, Summary] = {}
@@ -175,7 +177,7 @@ _COLUMNS = (
 )
 def retrieval_by_distance(findings: Findings) -> Figure:
     """Draw accuracy against distance, for each model and task that masks are judged by."""
-    if findings.measurements.retrieval.empty:
+    if findings.measurements[RETRIEVAL].empty:
         raise NothingToDrawError("No text was read.")
     table = findings(retrieval_table)
     panels = list(table.groupby(["model", "task"], sort=False))

@@ -21,7 +21,7 @@ from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import in_evaluation, no_room, running
 from semdiag.measuring.calls.tile_weights import TILES, TileWeights
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.k_sweep.budgets import OF_ENGINES, masks_of
 from semdiag.questions.k_sweep.rerun import NO_MASK
@@ -202,9 +202,11 @@ def first_text(model: LoadedModel, plan: RetrievalPlan, seed: int) -> Tensor:
     return texts[0].ids[None]
 
 
-def retrieval(subject: Subject, plan: RetrievalPlan, prepared: Any = None) -> Mapping[str, pd.DataFrame]:
+def retrieval(subject: Subject, plan: RetrievalPlan) -> Mapping[str, pd.DataFrame]:
     """Let a model read texts as it is, and with each mask."""
-    model, maker = subject.model, Maker(subject.model)
+    model = subject.model
+    maker = Maker(model)
+    subject.progress.expect(plan.forwards)
     rows, tables = list[dict[str, Any]](), [TILES.empty()]
     masks = [(NO_MASK, 0, None), *masks_of(plan.ks, subject.seed, plan.kinds, plan.kinds)]
     tiled = [kind for kind in plan.kinds if kind.startswith(OF_ENGINES)]
@@ -231,7 +233,7 @@ def retrieval(subject: Subject, plan: RetrievalPlan, prepared: Any = None) -> Ma
                         logits = _logits(model.path, module, ids)
                     for (place, told), row in zip(part, logits, strict=True):
                         rows.append({"model": model.path, **place, "mask": mask, "k": k, **_read(row, told)})
-                    subject.after_point(len(part))
+                    subject.progress.advance(len(part))
     end = maker.tokenizer.decode(first_text(model, plan, subject.seed)[0, -60:].tolist())
     subject.remark(f"the first text ends: {' '.join(end.split())}", "retrieval-text")
     return {"retrieval": RETRIEVAL.of_rows(rows), "tiles": TILES.of_parts(tables)}
@@ -267,15 +269,3 @@ def _read(logits: Tensor, told: Told) -> dict[str, Any]:
     }
     counts |= {"distance": told.distance, "chance": told.chance}
     return {**counts, "loss": float(own.sum()), "text_loss": float(rest.sum())}
-
-
-PROBE = Probe(
-    "retrieval",
-    RetrievalPlan,
-    (RETRIEVAL, TILES),
-    retrieval,
-    provenance=lambda plan, samples, few: {
-        "retrieval_samples": plan.samples,
-        "retrieval_depths": list(plan.depths),
-    },
-)

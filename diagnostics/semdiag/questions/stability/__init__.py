@@ -1,11 +1,20 @@
 """How much do weights move when scores move, and do the bounds hold?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from semdiag.measuring.plan import Plan, ReportOptions
 from semdiag.presenting import options
 from semdiag.presenting.question import Question
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from semdiag.measuring.subject import Subject
+    from semdiag.measuring.table import Table
+
+SAMPLES = 50  # inputs to which noise is added, at most
 NOISE = 0.01  # of each embedded token's root mean square
 
 
@@ -19,13 +28,38 @@ def check_levels(levels: Sequence[float]) -> None:
 
 
 @dataclass(frozen=True)
-class SecantsPlan:
+class SecantsPlan(Plan):
     """Which noise is added."""
+
+    name: ClassVar[str] = "secants"
 
     levels: tuple[float, ...] = options.chosen((NOISE,), options.NOISE, read=options.positive_numbers)
 
     def __post_init__(self) -> None:
         check_levels(self.levels)
+
+    @classmethod
+    def tables(cls) -> "tuple[Table, ...]":
+        """Return the tables that it makes."""
+        from semdiag.questions.stability.gains import GAINS
+        from semdiag.questions.stability.measure import SECANTS
+
+        return SECANTS, GAINS
+
+    def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
+        """Measure a model."""
+        from semdiag.questions.stability.measure import measure_stability
+
+        return measure_stability(subject, self)
+
+    def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
+        """Return what to record."""
+        return {"noise": list(self.levels), "noise_samples": min(SAMPLES, samples)}
+
+    @classmethod
+    def for_report(cls, options: ReportOptions) -> "SecantsPlan":
+        """Return the plan of a report."""
+        return cls(options.noise)
 
 
 QUESTION = Question(

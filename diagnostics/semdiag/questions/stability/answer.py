@@ -56,10 +56,11 @@ from semdiag.presenting.drawing.style import (
     title_with_facts,
 )
 from semdiag.presenting.tables import Column, NumberTable
-from semdiag.questions.stability.measure import local_stability, with_bounds
+from semdiag.questions.stability.gains import GAINS
+from semdiag.questions.stability.measure import SECANTS, local_stability, with_bounds
 
 RESAMPLES = 300
-SECANTS = "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"
+SECANT_CLAIM = "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"
 ROWS = "‖p − p'‖₁ ≤ row constant · ‖z − z'‖_∞ on the measured pairs"
 OF_PAIR = "sound, of the pair"
 LOCAL = "local ξ_loc ≤ ξ*(δ, k)"
@@ -78,18 +79,18 @@ def stability_findings(findings: Findings) -> list[Finding]:
     for row in measurements.models.to_dict("records"):
         measured = measurements.of(row["model"])
         results.append(_local(row["model"], measured.queries, tolerance))
-        if measured.secants.empty:
+        if measured[SECANTS].empty:
             continue
         if row["attention"] not in BOUNDED:
             note = f"no ξ is known for {row['attention']} attention but of pairs that keep their set; secants and "
             note += "response are still given"
             results.append(Finding(row["model"], UNKNOWN, "", "all", Verdict.NOT_MET, {}, note))
-            rows = with_bounds(measured.secants, row["attention"])
+            rows = with_bounds(measured[SECANTS], row["attention"])
             of_pair = _secants(row["model"], rows, OF_PAIR, "ln_pair", "score_change")
             note = "where noise changed the set, none is known" if of_pair.numbers["not_met"] else ""
             results.append(replace(of_pair, note=note))
             continue
-        rows = with_bounds(measured.secants, row["attention"])
+        rows = with_bounds(measured[SECANTS], row["attention"])
         distances = ((OF_PAIR, "ln_pair"), ("sound", "ln_sound"), ("paper", "ln_paper"))
         results += [_secants(row["model"], rows, form, bound, "score_change") for form, bound in distances]
         results.append(_secants(row["model"], rows, "sound, row form", "ln_row", "score_change_max"))
@@ -118,7 +119,7 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
     }
     if form == "paper":
         numbers["below the sound form"] = int((rows["ln_paper"] < rows["ln_sound"] - 1e-12).sum())
-    claim, note = SECANTS if distance == "score_change" else ROWS, ""
+    claim, note = SECANT_CLAIM if distance == "score_change" else ROWS, ""
     if unmet := counts["not_met"]:
         ties = counted(int((rows["separation"] == 0).sum()), "tie")
         note = f"no ξ_h for {counted(unmet, 'row')}: Δ ≤ 0 ({ties} within rounding), or not finite"
@@ -174,7 +175,7 @@ def stability_table(findings: Findings) -> pd.DataFrame:
         rows += [{**model, "noise": None, **row} for row in _by_place(local, {"local": "local"})]
         named = {"secant": "secant", "response": "weight_change"}
         named |= {name: name for name in ("ln_pair", "ln_sound", "ln_paper", "ln_row")}
-        for noise, secants in with_bounds(measured.secants, str(facts["attention"])).groupby("level"):
+        for noise, secants in with_bounds(measured[SECANTS], str(facts["attention"])).groupby("level"):
             rows += [{**model, "noise": noise, **row} for row in _by_place(secants, named)]
     return pd.DataFrame(rows)
 
@@ -190,7 +191,7 @@ def _by_place(rows: pd.DataFrame, columns: dict[str, str]) -> Iterator[dict[str,
 
 def response_table(findings: Findings) -> pd.DataFrame:
     """Return whose attention weights move more under the same noise."""
-    secants = findings.measurements.secants
+    secants = findings.measurements[SECANTS]
     rows = dict(iter(secants.groupby(["model", "level"], sort=False)))
     results = []
     for pair in findings(compared_pairs):
@@ -221,7 +222,7 @@ def answer(findings: Findings) -> Answer:
         shown += [verdict_line(f) for f in judged if f.subject == model]
     tables = {"stability": with_facts(findings, all_by_name(findings(stability_table)))}
     tables["stability_verdicts"] = verdict_table(judged)
-    if len(gains := findings.measurements.gains):
+    if len(gains := findings.measurements[GAINS]):
         medians = gains.groupby(["model", "layer", "head"], sort=False)[[*_GAINS, "xi"]].median()
         tables["gains"] = medians.reset_index()
     glance = stability_glance(findings)
@@ -232,12 +233,12 @@ def answer(findings: Findings) -> Answer:
 
 
 def _result(measured: Measurements, attention: str) -> Summary:
-    secants, layers = with_bounds(measured.secants, attention), []
+    secants, layers = with_bounds(measured[SECANTS], attention), []
     for layer, head in sorted({*zip(measured.queries["layer"], measured.queries["head"], strict=True)}):
         parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (measured.queries, secants))
-        gains = measured.gains[(measured.gains["layer"] == layer) & (measured.gains["head"] == head)]
+        gains = measured[GAINS][(measured[GAINS]["layer"] == layer) & (measured[GAINS]["head"] == head)]
         layers.append({"layer": int(layer), "head": int(head), **_describe(*parts), **_medians(gains)})
-    pooled = {**_describe(measured.queries, secants), **_medians(measured.gains)}
+    pooled = {**_describe(measured.queries, secants), **_medians(measured[GAINS])}
     return {"unit": "per nat", "layers": layers, "all": pooled}
 
 
@@ -290,7 +291,7 @@ def exceeding_pairs(findings: Findings) -> dict[str, dict[str, Any]]:
     fixed = set(models[models["attention"].isin(FIXED_MASKS) & ~models["attention"].isin(DENSE)]["model"])
     exceeding = {}
     for form in (OF_PAIR, "sound", "paper"):
-        judged = [f for f in findings(stability_findings) if f.claim == SECANTS and f.form == form]
+        judged = [f for f in findings(stability_findings) if f.claim == SECANT_CLAIM and f.form == form]
         if judged:
             counts = {n: int(sum(f.numbers[n] for f in judged)) for n in ("violated", "vacuous", "holds")}
             of_fixed = int(sum(f.numbers["violated"] for f in judged if f.subject in fixed))
@@ -305,7 +306,7 @@ def stability_sentences(findings: Findings) -> list[str]:
     for model, label in model_labels(findings.measurements.models).items():
         judged = [f for f in findings(stability_findings) if f.subject == model]
         sentences += [f"{label}: {' '.join(f'{verdict_line(f)}.' for f in judged)}"] if judged else []
-    samples = findings.measurements.secants.groupby("model")["sample"].nunique().min()
+    samples = findings.measurements[SECANTS].groupby("model")["sample"].nunique().min()
     sentences += [_response(row, int(samples)) for row in findings(response_table).to_dict("records")]
     return sentences or ["Nothing was perturbed: nothing is known of the stability of these models' attention."]
 
@@ -328,7 +329,7 @@ def gain_sentences(findings: Findings) -> list[str]:
     """Return which layer amplifies most, and whether ξ foretells it."""
     sentences = []
     for model, label in model_labels(findings.measurements.models).items():
-        gains = findings.measurements.of(model).gains
+        gains = findings.measurements.of(model)[GAINS]
         if gains.empty:
             continue
         by_layer = gains.groupby("layer")["gain"].median()
@@ -437,7 +438,7 @@ def _rows(findings: Findings) -> pd.DataFrame:
     measurements, parts = findings.measurements, []
     models = measurements.models[measurements.models["attention"].isin(FIXED_MASKS)]
     for model, attention in zip(models["model"], models["attention"], strict=True):
-        secants = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
+        secants = with_bounds(measurements[SECANTS][measurements[SECANTS]["model"] == model], attention)
         moved = (secants["secant"] > 0) & (secants["dispersion"] > 0) & np.isfinite(secants["ln_sound"])
         parts.append(secants.assign(attention=attention, above=exceeding(secants, "ln_paper"))[moved])
     rows: pd.DataFrame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

@@ -30,11 +30,11 @@ from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import ScoredRows, check_rows, scored_rows
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
-from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.words import counted
-from semdiag.questions.stability import NOISE, SecantsPlan
-from semdiag.questions.stability.gains import GAINS, QUERIES, measure_gains, spaced
+from semdiag.questions.stability import NOISE, SAMPLES, SecantsPlan
+from semdiag.questions.stability.gains import QUERIES, measure_gains, spaced
 from semdiag_models import Encoder
 from semdiag_models.training import with_float64
 
@@ -118,7 +118,6 @@ SECANTS = Table(
     ),
 )
 
-SAMPLES = 50
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 _HEADS = 16  # assumed for external models, for the size of a pass
 _PAIRS, _FEWEST = 2**21, 4  # queries × keys of a head beyond which fewer samples run; samples at least
@@ -178,7 +177,7 @@ def measure_secants(
                 run.alike()
                 done += size
     secants = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
-    return secants[~secants["layer"].isin(reach.left_out(PROBE.name, note))].reset_index(drop=True)
+    return secants[~secants["layer"].isin(reach.left_out(SecantsPlan.name, note))].reset_index(drop=True)
 
 
 def small_parts(batch: Batch, at_once: int) -> list[Batch]:
@@ -224,14 +223,24 @@ def _compared(call: AttentionCall, samples: int, min_keys: int, taken: Tensor | 
     return {name: column.cpu().numpy() for name, column in columns.items()}
 
 
-def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
-    how: dict[str, Any] = {name: getattr(subject, name) for name in ("note", "remark", "seed", "device")}
-    secants = measure_secants(subject.model, subject.batches, levels=plan.levels, min_keys=prepared or 1, **how)
-    return {"secants": secants, "gains": measure_gains(subject.model, subject.batches, **how)}
-
-
-PROBE = Probe(
-    "secants", SecantsPlan, (SECANTS, GAINS), _measure, prepare=lambda plan, conditions: conditions.min_keys,
-    provenance=lambda plan, samples, few: {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)},
-    reported=lambda options: SecantsPlan(options.noise),
-)  # fmt: skip
+def measure_stability(subject: Subject, plan: SecantsPlan) -> Mapping[str, pd.DataFrame]:
+    """Return the tables of a plan."""
+    secants = measure_secants(
+        subject.model,
+        subject.batches,
+        levels=plan.levels,
+        seed=subject.seed,
+        device=subject.device,
+        min_keys=subject.min_keys,
+        note=subject.note,
+        remark=subject.remark,
+    )
+    gains = measure_gains(
+        subject.model,
+        subject.batches,
+        seed=subject.seed,
+        device=subject.device,
+        note=subject.note,
+        remark=subject.remark,
+    )
+    return {"secants": secants, "gains": gains}

@@ -63,11 +63,13 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_numbers_are_the_same(error)
         pd.testing.assert_frame_equal(getattr(found, name), getattr(whole, name))
 
 
-def test_commands_halve_it_too_and_say_so():
-    model, said = Full(3 * 12), []
+def test_commands_halve_it_too_and_say_so(recorder):
+    model = Full(3 * 12)
     loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=ids(8, 12))
-    found = survey([loaded], Conditions(dtype="float32"), say=said.append)
-    assert said == [f"own:model: {n} samples at a time do not fit in memory: {n // 2} are run." for n in (8, 4)]
+    found = survey([loaded], Conditions(dtype="float32"), recorder)
+    assert recorder.texts == [
+        f"own:model: {n} samples at a time do not fit in memory: {n // 2} are run." for n in (8, 4)
+    ]
     whole = semdiag.measure(Full(10**9), ids(8, 12), batch_size=2)
     pd.testing.assert_frame_equal(found.queries.drop(columns="model"), whole.queries.drop(columns="model"))
 

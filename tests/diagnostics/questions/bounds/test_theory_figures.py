@@ -6,10 +6,10 @@ import pytest
 
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.findings import Findings, find_pairs
-from semdiag.measuring.probe import optional_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
 from semdiag.questions.bounds.corollary import corollary_table
+from semdiag.questions.registry import tables as declared_tables
 from semdiag.questions.stability.answer import exceeding_pairs
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -144,6 +144,6 @@ def test_a_tie_has_no_number(known):
 
 @pytest.mark.slow
 def test_without_constants_the_sound_margin_in_x_is_not_known(known):
-    without = known.replace(constants=optional_tables()["constants"].empty())
+    without = known.replace(constants=declared_tables()["constants"].empty())
     _, sound = cells(without, "top-k, X")
     assert set(sound) == {"–"}

@@ -7,13 +7,13 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import optional_tables
 from semdiag.questions import registry
 from semdiag.questions.convergence.answer import (
     convergence_in_short,
     speed_interval,
     speed_words,
 )
+from semdiag.questions.registry import tables as declared_tables
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -30,8 +30,8 @@ def runs(model):
         rows.append(facts)
         if row["attention"] == "block":
             history.loc[history["model"] == row["model"], "train_accuracy"] = 0.5
-    table = optional_tables()["runs"].of_rows(
-        dict(zip(optional_tables()["runs"].columns, row, strict=True)) for row in rows
+    table = declared_tables()["runs"].of_rows(
+        dict(zip(declared_tables()["runs"].columns, row, strict=True)) for row in rows
     )
     return made.replace({**made.provenance, "target": 0.95}, runs=table, history=history)
 

@@ -19,11 +19,10 @@ from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import MovableEncoder
 from semdiag.measuring.findings.findings import Findings, Pair, Verdict
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import optional_tables
 from semdiag.measuring.words import FEWEST
 from semdiag.questions.lipschitz.answer import (
     AT_POINT,
-    SECANTS,
+    SECANT_CLAIM,
     estimate_findings,
     lipschitz_sentences,
     ordering_findings,
@@ -34,7 +33,6 @@ from semdiag.questions.lipschitz.measure import (
     GROUPS,
     LINES,
     LOSS_SECANTS,
-    PROBE,
     LipschitzPlan,
     ball_gradients,
     block_jacobians,
@@ -44,6 +42,7 @@ from semdiag.questions.lipschitz.measure import (
     plain_attention,
     plane_secants,
 )
+from semdiag.questions.registry import tables as declared_tables
 from semdiag_files import InputError
 from semdiag_models import Encoder
 
@@ -249,7 +248,7 @@ def test_an_estimate_above_its_bound_is_called_violated(tiny_models, inputs):
     found = found_on(tiny_models[:1], inputs)
     low = found.loss_gradients.assign(ln_sound=-100.0)
     findings = estimate_findings(Findings(found.replace(loss_gradients=low)))
-    violated = next(f for f in findings if f.claim == SECANTS)
+    violated = next(f for f in findings if f.claim == SECANT_CLAIM)
     assert violated.verdict is Verdict.VIOLATED
     assert violated.numbers["violated"] > 0
 
@@ -275,10 +274,10 @@ def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, input
     fewest = LipschitzPlan(samples=5, planes=2, directions=2, draws=5, radius=0.5)
     one = lipschitz(model, *inputs, plan=fewest, after_point=steps.append)
     again, other = (lipschitz(model, *inputs, plan=fewest, seed=s) for s in (0, 1))
-    assert sum(steps) == PROBE.steps(fewest)
+    assert sum(steps) == fewest.steps()
     for name, table in one.items():
         pd.testing.assert_frame_equal(table, again[name])
-        assert list(table) == list(optional_tables()[name].columns)
+        assert list(table) == list(declared_tables()[name].columns)
     assert not one["loss_secants"]["slope"].equals(other["loss_secants"]["slope"])
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.module.parameters(), strict=True))
     assert torch.equal(before[1], torch.get_rng_state())

@@ -14,7 +14,7 @@ from semdiag.measuring.calls.running import home_of, unnamed
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.probe import Subject
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
 from semdiag.presenting.answer import show
@@ -28,7 +28,6 @@ from semdiag.questions.mask_precision.answer import (
 )
 from semdiag.questions.mask_precision.measure import (
     LOST_WEIGHTS,
-    PROBE,
     ROUNDED_MASKS,
     PrecisionPlan,
     rounded_rows,
@@ -47,8 +46,8 @@ NAMES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 def mask_precision(model, inputs, plan=None, batch_size=100, min_keys=1):
     loaded = unnamed(model)
     device, dtype = home_of(loaded.module)
-    subject = Subject(loaded, [inputs], None, 0, batch_size, device, dtype)
-    tables = PROBE.measure(subject, plan or PrecisionPlan(), min_keys)
+    subject = Subject(loaded, [inputs], None, 0, batch_size, device, dtype, min_keys=min_keys)
+    tables = (plan or PrecisionPlan()).measure(subject)
     return tables["rounded_masks"], tables["lost_weights"]
 
 

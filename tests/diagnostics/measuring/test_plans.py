@@ -1,4 +1,4 @@
-"""The contract of probes: what each declares is what it returns, of our encoders and of external models."""
+"""The contract of plans: what each declares is what it returns, of our encoders and of external models."""
 
 import dataclasses
 
@@ -12,8 +12,8 @@ from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.measure import Conditions
-from semdiag.measuring.probe import Probe, Subject, optional_tables
-from semdiag.measuring.probe import probes as every_probe
+from semdiag.measuring.plan import Plan
+from semdiag.measuring.subject import Subject
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import TABLES, column_types
 from semdiag.questions.bounds.measure import BoundsPlan
@@ -24,6 +24,8 @@ from semdiag.questions.lipschitz.measure import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
 from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
 from semdiag.questions.overlap.measure import mask_overlap
+from semdiag.questions.registry import plans as every_plan
+from semdiag.questions.registry import tables as declared_tables
 from semdiag.questions.retrieval import RetrievalPlan
 from semdiag.questions.stability.measure import SecantsPlan
 from semdiag_files import InputError
@@ -36,7 +38,7 @@ CHEAP = {
     LipschitzPlan: LipschitzPlan(5, 2, 2, 5),
 }
 # Retrieval needs a tokenizer and a language head, which no model here has: test_retrieval.py.
-FEW = {plan: CHEAP.get(plan) or plan() for plan in every_probe() if plan is not RetrievalPlan}
+FEW = {plan: CHEAP.get(plan) or plan() for plan in every_plan() if plan is not RetrievalPlan}
 ON_REQUEST = {
     "sweep_estimates",
     "rerun",
@@ -98,14 +100,9 @@ def subject_of(model, **fields):
     return Subject(model, batches, labels, 0, 3, torch.device("cpu"), torch.float32, **fields)
 
 
-def measured(probe, subject):
-    plan = FEW[probe.plan]
-    return probe.measure(subject, plan, probe.prepare(plan, Conditions()))
-
-
-def assert_declared(probe, tables, model):
+def assert_declared(plan, tables, model):
     """Tables under their declared names, with their declared columns."""
-    declared = {table.name: table for table in probe.tables}
+    declared = {table.name: table for table in plan.tables()}
     assert set(tables) <= set(declared)
     for name, table in tables.items():
         assert isinstance(table, pd.DataFrame)
@@ -114,73 +111,74 @@ def assert_declared(probe, tables, model):
         assert set(table["model"]) <= {model.path}
 
 
-@pytest.fixture(params=FEW, ids=lambda plan: plan.__name__)
-def probe(request):
-    """Every probe in turn."""
-    return every_probe()[request.param]
+@pytest.fixture(params=FEW, ids=lambda kind: kind.__name__)
+def plan(request):
+    """Every plan in turn."""
+    return FEW[request.param]
 
 
-def test_a_plan_is_a_frozen_dataclass_that_needs_nothing_said(probe):
-    assert dataclasses.is_dataclass(probe.plan)
-    assert probe.plan.__dataclass_params__.frozen
-    assert every_probe()[type(probe.plan())] is probe
-    assert probe.plan() == probe.plan()
-    assert hash(probe.plan()) == hash(probe.plan())
-    Conditions(plans=(probe.plan(),))
+def test_a_plan_is_a_frozen_dataclass_that_needs_nothing_said(plan):
+    kind = type(plan)
+    assert isinstance(plan, Plan)
+    assert dataclasses.is_dataclass(kind)
+    assert kind.__dataclass_params__.frozen
+    assert kind in every_plan()
+    assert kind() == kind()
+    assert hash(kind()) == hash(kind())
+    Conditions(plans=(kind(),))
 
 
-def test_a_probe_declares_its_tables(probe):
-    assert isinstance(probe, Probe)
-    assert probe.name
-    assert probe.tables
-    for table in probe.tables:
-        assert optional_tables()[table.name] is table
+def test_a_plan_declares_its_tables(plan):
+    assert plan.name
+    assert plan.tables()
+    for table in plan.tables():
+        assert declared_tables()[table.name] is table
         assert next(iter(table.columns)) == "model"
         assert table.about.endswith(".")
 
 
-def test_names_of_tables_and_probes_are_unique():
-    names = [table.name for probe in every_probe().values() for table in probe.tables]
+def test_names_of_tables_and_plans_are_unique():
+    names = [table.name for plan in every_plan() for table in plan.tables()]
     assert len(set(names)) == len(names)
     assert not set(names) & set(TABLES)
-    assert len({probe.name for probe in every_probe().values()}) == len(every_probe())
-    assert [table.name for table in optional_tables().values()] == list(optional_tables())
+    assert len({plan.name for plan in every_plan()}) == len(every_plan())
+    assert [table.name for table in declared_tables().values()] == list(declared_tables())
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["full", "topk"])
-def test_what_is_declared_is_what_an_encoder_gives(probe, tiny_models, which):
+def test_what_is_declared_is_what_an_encoder_gives(plan, tiny_models, which):
     subject = subject_of(tiny_models[which])
-    tables = measured(probe, subject)
-    assert set(tables) == {table.name for table in probe.tables}
-    assert_declared(probe, tables, tiny_models[which])
+    tables = plan.measure(subject)
+    assert set(tables) == {table.name for table in plan.tables()}
+    assert_declared(plan, tables, tiny_models[which])
     assert {name for name, table in tables.items() if not len(table)} <= ON_REQUEST
-    assert subject.missing == {}
+    assert subject.unavailable == {}
 
 
 @pytest.mark.slow
-def test_a_random_mask_has_every_table_even_where_it_has_no_rows(probe, tiny_models, wild_encoder):
+def test_a_random_mask_has_every_table_even_where_it_has_no_rows(plan, tiny_models, wild_encoder):
     model = dataclasses.replace(tiny_models[0], module=wild_encoder("random").float())
-    tables = measured(probe, subject_of(model))
-    assert set(tables) == {table.name for table in probe.tables}
-    assert_declared(probe, tables, model)
+    tables = plan.measure(subject_of(model))
+    assert set(tables) == {table.name for table in plan.tables()}
+    assert_declared(plan, tables, model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "blind"])
-def test_an_external_model_has_tables_or_a_reason_why_not(probe, name, request):
+def test_an_external_model_has_tables_or_a_reason_why_not(plan, name, request):
     model = request.getfixturevalue(name)
     subject = subject_of(model)
     try:
-        tables = measured(probe, subject)
+        tables = plan.measure(subject)
     except NotAvailableError:
         tables = {}
-    assert_declared(probe, tables, model)
-    found = survey([model], Conditions(plans=(FEW[probe.plan],)))
-    rows = {table.name: len(getattr(found, table.name)) for table in probe.tables}
-    said = found.remarks["text"].str.startswith(f"{probe.name} not available, because ")
-    silent = probe.plan is InitialisationPlan  # of which nobody asks, and which only runs have
+    assert_declared(plan, tables, model)
+    found = survey([model], Conditions(plans=(plan,)))
+    rows = {table.name: len(found[table]) for table in plan.tables()}
+    said = found.remarks["text"].str.startswith(f"{plan.name} not available, because ")
+    silent = type(plan) is InitialisationPlan  # of which nobody asks, and which only runs have
     assert any(rows.values()) or said.any() or silent
-    assert rows == {table.name: len(tables.get(table.name, ())) for table in probe.tables}
+    assert rows == {table.name: len(tables.get(table.name, ())) for table in plan.tables()}
 
 
 @pytest.mark.slow
@@ -190,7 +188,7 @@ def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
     def of(model):
         found = survey([model], Conditions(plans=tuple(FEW[plan] for plan in asked)))
         assert set(found.remarks["model"]) == {model.path}
-        tables = {name for name in optional_tables() if len(getattr(found, name))}
+        tables = {name for name in declared_tables() if name in found}
         tables -= {"calls", "heads", "remarks", "skipped"}
         said = found.remarks["text"].str.extract(r"^(.+) not available, because (.+)$").dropna()
         return tables, dict(said.itertuples(index=False))
@@ -206,41 +204,34 @@ def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
 
 
 @pytest.mark.slow
-def test_every_table_of_a_probe_is_given_by_some_model(probe, tiny_models, decoder):
+def test_every_table_of_a_probe_is_given_by_some_model(plan, tiny_models, decoder):
     given = set()
     for model in (tiny_models[1], decoder):
-        found = survey([model], Conditions(samples=SAMPLES, plans=(FEW[probe.plan],)))
-        given |= {table.name for table in probe.tables if len(getattr(found, table.name))}
-    assert given == {table.name for table in probe.tables} - ON_REQUEST
+        found = survey([model], Conditions(samples=SAMPLES, plans=(plan,)))
+        given |= {table.name for table in plan.tables() if len(found[table])}
+    assert given == {table.name for table in plan.tables()} - ON_REQUEST
 
 
-def test_finished_steps_are_as_many_as_were_announced(probe, tiny_models):
-    done, found_out = [], []
-    measured(probe, subject_of(tiny_models[1], after_point=done.append, expect=found_out.append))
-    assert sum(done) == (found_out[-1] if found_out else probe.steps(FEW[probe.plan]))
+def test_finished_steps_are_as_many_as_were_announced(plan, tiny_models, recorder):
+    plan.measure(subject_of(tiny_models[1], progress=recorder))
+    steps = recorder.expected[-1] if recorder.expected else plan.steps()
+    assert sum(recorder.advanced) == steps
 
 
 @pytest.mark.slow
-def test_the_progress_bar_of_a_survey_fills_and_external_models_have_no_steps(tiny_models, decoder):
-    announced, done, found_out = [], [], []
+def test_the_progress_bar_of_a_survey_fills_and_external_models_have_no_steps(tiny_models, decoder, recorder):
     conditions = Conditions(samples=SAMPLES, plans=tuple(FEW.values()))
-    survey(
-        [tiny_models[1], decoder],
-        conditions,
-        lambda model, steps: announced.append(steps),
-        done.append,
-        expect=found_out.append,
-    )
-    steps = sum(every_probe()[plan].steps(few) for plan, few in FEW.items())
-    assert sum(announced) == SAMPLES + steps + SAMPLES
-    assert sum(done) == sum(announced) + sum(found_out)
+    survey([tiny_models[1], decoder], conditions, recorder)
+    announced = sum(steps for _, steps in recorder.stages)
+    assert announced == SAMPLES + sum(plan.steps() for plan in FEW.values()) + SAMPLES
+    assert sum(recorder.advanced) == announced + sum(recorder.expected)
 
 
 @pytest.mark.slow
-def test_what_is_recorded_stands_in_the_provenance(probe, tiny_models):
+def test_what_is_recorded_stands_in_the_provenance(plan, tiny_models):
     plain = survey([tiny_models[1]], Conditions(samples=SAMPLES)).provenance
-    found = survey([tiny_models[1]], Conditions(samples=SAMPLES, plans=(FEW[probe.plan],))).provenance
-    assert found == {**plain, **probe.provenance(FEW[probe.plan], SAMPLES, SAMPLES)}
+    found = survey([tiny_models[1]], Conditions(samples=SAMPLES, plans=(plan,))).provenance
+    assert found == {**plain, **plan.provenance(SAMPLES, SAMPLES)}
 
 
 def test_of_what_was_not_measured_nothing_is_recorded(blind):
@@ -258,29 +249,29 @@ def test_few_samples_are_those_of_the_costly_probes(tiny_models):
 
 @pytest.mark.parametrize("few", [None, 2, SAMPLES, 100])
 def test_the_first_inputs_and_their_labels(few, tiny_models, decoder):
-    tokens, labels = subject_of(tiny_models[0], few=few).first
+    tokens, labels = subject_of(tiny_models[0], probe_samples=few).first
     assert len(tokens) == len(labels) == min(few or SAMPLES, SAMPLES)
     assert torch.equal(tokens, tiny_models[0].default_inputs(SAMPLES, 0)[0][:few])
-    batches, unknown = subject_of(decoder, few=few).first
+    batches, unknown = subject_of(decoder, probe_samples=few).first
     assert unknown is None
     assert torch.equal(torch.cat([*batches]), decoder.batches[:few])
 
 
-def test_measuring_leaves_the_model_as_it_was(probe, wild_encoder, tiny_models, untouched):
+def test_measuring_leaves_the_model_as_it_was(plan, wild_encoder, tiny_models, untouched):
     encoder = wild_encoder("topk").float().train()
     check = untouched(encoder)
-    measured(probe, subject_of(dataclasses.replace(tiny_models[0], module=encoder)))
+    plan.measure(subject_of(dataclasses.replace(tiny_models[0], module=encoder)))
     check()
 
 
-def test_a_plan_says_the_same_twice(probe, tiny_models):
-    one, again = (measured(probe, subject_of(tiny_models[0])) for _ in range(2))
+def test_a_plan_says_the_same_twice(plan, tiny_models):
+    one, again = (plan.measure(subject_of(tiny_models[0])) for _ in range(2))
     for name, table in one.items():
         pd.testing.assert_frame_equal(table, again[name])
 
 
 @pytest.mark.parametrize("function", [mask_stability, mask_overlap])
-def test_a_plan_of_another_probe_is_refused_by_name(function, tiny_models):
+def test_another_plan_is_refused_by_name(function, tiny_models):
     with pytest.raises(InputError, match=r"^The plan must be a \w+Plan\. Got BoundsPlan"):
         function(tiny_models[0], torch.zeros(1, 4, dtype=torch.int64), plan=BoundsPlan())
 
