@@ -36,8 +36,8 @@ def loaded(module=None, words=WORDS, longest=None):
 def measured(model, **plan):
     plan = question.RetrievalPlan(**plan)
     conditions = Conditions(samples=1, seed=1, plans=(plan,))
-    given = Inputs([{"input_ids": first_text(model, plan, 1)}], None, "made", model)
-    return Findings(survey([model], conditions, own=True, given=given))
+    inputs = Inputs([{"input_ids": first_text(model, plan, 1)}], None, "made", model)
+    return Findings(survey([model], conditions, may_move_models=True, inputs=inputs))
 
 
 @pytest.fixture(scope="module")
