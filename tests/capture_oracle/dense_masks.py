@@ -76,7 +76,7 @@ class DenseMask:
         if getattr(rule, "shared", "head") != "head":  # by the mean weight of the heads
             share = heads if rule.shared == "layer" else heads // self.key_heads
             weights = torch.cat([z.masked_fill(~allowed, -torch.inf), sink], -1).log_softmax(-1).exp()
-            ranked = weights[..., :length].unflatten(1, (-1, share)).mean(2).repeat_interleave(share, 1)
+            ranked = weights[..., :length].unflatten(1, (-1, share)).mean(2).log().repeat_interleave(share, 1)
         both_sides = bool((allowed & torch.ones(queries, length).triu(1).bool()).any())
         for b in range(batch):
             real = [j for j in range(length) if allowed[b, :, :, j].any()]

@@ -171,6 +171,7 @@ class Choice:
         self._block = rule.block if isinstance(rule, TopK) else 1
         # Whether the rule cannot drop a key.
         self.whole = isinstance(rule, TopK | RandomK) and min(self.counts) * self._block >= length
+        self.whole |= isinstance(rule, TopP) and rule.p == 1
         self._order: Tensor | None = None
         self.tiles: Tiles | None = None
         self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
@@ -238,7 +239,7 @@ class Choice:
         size = (*self.call.q.shape[:3], -(-keys.shape[1] // self._block))
         kept = torch.empty(size, dtype=torch.bool, device=keys.device)
         for strip in self.strips():
-            chosen = self._free(strip, self.scores(strip), self.free(strip), False)
+            chosen = self._free(strip, self.scores(strip), self.allowed(strip), self.fixed(strip))
             own = call_strips.ordered(chosen, self.order(strip))
             own = F.pad(own, (0, size[3] * self._block - own.shape[3]))
             kept[strip.samples, strip.heads, strip.queries] = torch.unflatten(own, 3, (-1, self._block)).any(-1)
@@ -347,11 +348,10 @@ class Choice:
             assert fixed is not None
             kept = fixed & allowed
         else:
-            free = allowed if fixed is None else allowed & ~fixed
             if self.tiles is not None:
                 kept = self.tiles.table(strip.heads).part(b, r, strip.keys) & allowed
             else:
-                kept = self._free(strip, scores, free, fixed is not None)
+                kept = self._free(strip, scores, allowed, fixed)
             if fixed is not None:
                 kept = kept | (fixed & allowed)
         number = counted(kept)
@@ -366,15 +366,19 @@ class Choice:
             chosen[b, h, r, strip.keys] = kept[:, : chosen.shape[1]]
         return kept, number
 
-    def _free(self, strip: Strip, scores: Tensor | None, free: Tensor, others: bool) -> Tensor:
-        """Return the keys kept for their scores or by a draw, among those that are free."""
-        k = self._k[strip.heads]
+    def _free(self, strip: Strip, scores: Tensor | None, allowed: Tensor, fixed: Tensor | None) -> Tensor:
+        """Return the keys kept for their scores or by a draw, among those that are not kept for their position."""
+        k, free = self._k[strip.heads], allowed if fixed is None else allowed & ~fixed
         if isinstance(self.rule, RandomK):
             drawn = self._priorities(self.rule, strip)[..., strip.keys]
             return call_strips.largest(drawn.masked_fill(~free, -torch.inf), k) & free
         assert scores is not None
         assert isinstance(self.rule, TopK | TopP)
-        scores = scores.clone() if others else scores
+        whole = None
+        if fixed is not None:
+            if getattr(self.rule, "shared", "head") != "head":
+                whole = scores.masked_fill(~allowed, -torch.inf).logsumexp(-1, keepdim=True)
+            scores = scores.clone()
         if told(scores.sum().isfinite()):  # adding -inf takes a fifth of the time
             limit = torch.zeros(free.shape, dtype=scores.dtype, device=scores.device)
             scores.add_(limit.masked_fill_(~free, -torch.inf))
@@ -384,19 +388,22 @@ class Choice:
             scores, places = scores.sort(dim=-1, descending=True, stable=True)
             heavy = heaviest(scores, self.rule.p)
             return torch.zeros_like(heavy).scatter_(-1, places, heavy) & free
-        kept = self._ranked(self.rule, k, scores, strip)
+        kept = self._ranked(self.rule, k, scores, strip, whole)
         return kept if self.rule.block == 1 and self.rule.shared == "head" else kept & free
 
-    def _ranked(self, rule: TopK, k: Tensor, scores: Tensor, strip: Strip) -> Tensor:
-        """Return the k largest scores, or blocks, of each head or of heads that share a choice."""
+    def _ranked(self, rule: TopK, k: Tensor, scores: Tensor, strip: Strip, whole: Tensor | None) -> Tensor:
+        """Return the k largest scores, or blocks, of each head or of heads that share a choice.
+
+        ``whole``: logsumexp of each row's allowed scores, where some of them are not among ``scores``.
+        """
         call, order, (_, heads, _, length) = self.call, self.order(strip), scores.shape
         sets = {"head": heads, "group": heads * self.key_heads // call.q.shape[1], "layer": 1}[rule.shared]
         if sets < heads:
             several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
-            weights = several.softmax(-1)
+            whole = scores.logsumexp(-1, keepdim=True) if whole is None else whole
             if call.sinks is not None:
-                sinks = call.sinks[strip.heads].to(several.dtype).view(1, sets, -1, 1, 1)
-                weights = (several - torch.logaddexp(several.logsumexp(-1, keepdim=True), sinks)).exp()
+                whole = torch.logaddexp(whole, call.sinks[strip.heads].to(whole.dtype)[:, None, None])
+            weights = (several - whole.view(*several.shape[:-1], 1)).exp()
             weights, hidden = weights.nan_to_num(0).mean(2), several.amax(2) == -torch.inf
             # A weight that underflows must not become -inf, which means a hidden key.
             smallest = torch.finfo(weights.dtype).tiny
@@ -425,8 +432,11 @@ class Choice:
 
 def heaviest(scores: Tensor, p: float) -> Tensor:
     """Return which of sorted scores are the fewest largest ones whose weights add up to p, never -inf."""
-    weights = scores.softmax(-1).nan_to_num(0)
-    return (weights.cumsum(-1) - weights < p) & (scores > -torch.inf)  # the weight of all keys before
+    wide = torch.float32 if scores.device.type == "mps" else torch.float64
+    weights = (scores - scores[..., :1]).to(wide).exp()
+    left = weights.flip(-1).cumsum(-1).flip(-1)  # weight of this key and all behind it, the smallest added first
+    light = left <= (1 - p) * left[..., :1]
+    return ~light & (scores > -torch.inf)
 
 
 class SharedChoices:

@@ -26,8 +26,8 @@ class TopK:
         window: keys less than this many positions from the query are always kept; 1 keeps the query's own key.
         block: above 1, k counts blocks of this many consecutive keys, from the first key that is not padding.
         by: score of a block: its keys' attention ``weight``, or their largest (``best``) or ``mean`` score.
-        shared: heads that keep the same keys, ranked by their mean attention weight over these heads: ``head``,
-            each its own; ``group``, heads with the same key head; ``layer``, all heads of a layer.
+        shared: heads that keep the same keys, ranked by their mean attention weight over these heads, of all that
+            the query sees: ``head``, each its own; ``group``, heads with the same key head; ``layer``, all heads.
         every: with ``shared="layer"``, number of consecutive layers that use the keys of the first of them.
         centred: whether ``window`` counts the nearest keys in all, not those on each side.
         query_block: above 1, k keys or blocks are chosen for a tile of this many consecutive queries by the scores

@@ -31,6 +31,8 @@ RULES = [
     TopK(2, sinks=1, window=2),
     TopK(2, block=3),
     TopK(3, shared="layer"),
+    TopK(2, sinks=2, window=3, shared="layer"),
+    TopK(1, block=3, sinks=1, window=2, shared="layer"),
     TopP(0.7),
     Window(3),
     Window(4, sinks=2),
