@@ -47,10 +47,10 @@ def number_format(name: str) -> NumberFormat:
         >>> number_format("bf16").digits
         8
     """
-    known = str(name).removeprefix("torch.")
-    if (known := _SHORT.get(known, known)) not in FORMATS:
+    full_name = str(name).removeprefix("torch.")
+    if (full_name := _SHORT.get(full_name, full_name)) not in FORMATS:
         raise unknown_name("number format", str(name), [*FORMATS, *_SHORT])
-    return FORMATS[known]
+    return FORMATS[full_name]
 
 
 def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1) -> Tensor:
@@ -67,7 +67,8 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
         >>> may_swap(one, one + torch.tensor([2**-9, 2**-6]), FORMATS["bfloat16"]).tolist()
         [True, False]
     """
-    lower, higher = lower.double(), higher.double()
+    lower = lower.double()
+    higher = higher.double()
     beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
     finite = lower.isfinite() & higher.isfinite()
     low, high = (score.clamp(-kind.largest, kind.largest) for score in (lower, higher))
@@ -155,14 +156,17 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat, truncate
         >>> round(error.item(), 3)
         0.389
     """
-    width, c = q.shape[-1], abs(scale)
+    width = q.shape[-1]
+    c = abs(scale)
     if width > _WIDEST or not (c == 0 or _SCALES[0] <= c <= _SCALES[1]) or 2.0**-kind.digits < _UNIT:
         return q.new_full((*q.shape[:-1], k.shape[-2]), torch.inf, dtype=torch.float64)
     terms, coarser = (2 * width, 2) if truncated else (width, 1)
     lost = (terms + 4) * coarser * _UNIT
     gamma = lost / (1 - lost)
-    queries, keys = q.double().abs(), k.double().abs().mT
-    a, b = _rounding_error(queries, kind), _rounding_error(keys, kind)
+    queries = q.double().abs()
+    keys = k.double().abs().mT
+    a = _rounding_error(queries, kind)
+    b = _rounding_error(keys, kind)
     operands = queries @ b + a @ (keys + b)
     largest = (queries + a) @ (keys + b)
     summed = c * (operands + gamma * largest) + 2 * (terms * c + 1) * coarser * _TINY

@@ -62,7 +62,8 @@ def allowed_keys(
     if documents is not None:
         begin, stop = _documents(documents, rows, keys, place.clamp(0, keys - 1))
         counts &= stop > begin
-        first, end = torch.maximum(first, begin), torch.minimum(end, stop)
+        first = torch.maximum(first, begin)
+        end = torch.minimum(end, stop)
     if causal:
         end = torch.minimum(end, place + 1)
     end = torch.maximum(first, end)
@@ -109,8 +110,8 @@ def _documents(documents: Tensor, rows: tuple[int, ...], keys: int, place: Tenso
     table = documents.reshape(-1, keys)
     new = torch.ones_like(table, dtype=torch.bool)
     new[:, 1:] = table[:, 1:] != table[:, :-1]
-    for own, begins in zip(table, new, strict=True):
-        runs = own[begins & (own >= 0)]
+    for documents_of_row, begins in zip(table, new, strict=True):
+        runs = documents_of_row[begins & (documents_of_row >= 0)]
         if runs.unique().numel() != runs.numel():
             raise InputError("The tokens of a document must be contiguous, but those of one are not.")
     at = torch.arange(keys).expand_as(table)
@@ -164,26 +165,27 @@ def judge_rows(
     """
     picked = allowed.counts.nonzero().squeeze(1)
     width = indices.shape[1] if scores is None else keys + 1
-    every, per_part = picked.numel() == len(indices), max(1, _HELD // width)
-    found: tuple[list[Tensor], ...] = ([], [], [], [])
+    every = picked.numel() == len(indices)
+    per_part = max(1, _HELD // width)
+    columns: tuple[list[Tensor], ...] = ([], [], [], [])
     room = None
     for start in range(0, picked.numel(), per_part):
-        own: slice | Tensor = slice(start, start + per_part) if every else picked[start : start + per_part]
-        places = indices[own].long()  # a number too large for int64 is out of range anyway
+        at: slice | Tensor = slice(start, start + per_part) if every else picked[start : start + per_part]
+        places = indices[at].long()  # a number too large for int64 is out of range anyway
         places = places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
         part = _Part(
-            None if scores is None else scores[own], places, keys,
-            allowed.first[own, None].to(indices.device), allowed.end[own, None].to(indices.device),
-            None if allowed.position is None else allowed.position[own, None].to(indices.device),
+            None if scores is None else scores[at], places, keys,
+            allowed.first[at, None].to(indices.device), allowed.end[at, None].to(indices.device),
+            None if allowed.position is None else allowed.position[at, None].to(indices.device),
             picked[start : start + per_part],
         )  # fmt: skip
         if room is None and part.scores is not None:
             room = part.room(per_part)
-        part.error = None if error is None else error[own]
+        part.error = None if error is None else error[at]
         judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
-        for column, values in zip(found, judged, strict=True):
+        for column, values in zip(columns, judged, strict=True):
             column.append(values)
-    grade, worst, kth, left = (torch.cat(column) for column in found)
+    grade, worst, kth, left = (torch.cat(column) for column in columns)
     return grade, worst, kth, left
 
 
@@ -231,35 +233,38 @@ class _Part:
         number = (k if valid is None else valid.sum(1)) - again.sum(1)
         grade = self._keys_alone(valid, again, number).cpu()
         table.scatter_(1, slots, table.new_tensor(-torch.inf).expand(rows, k))
-        worst, left = chosen.amin(1).cpu().double(), table[:, : self.keys].amax(1).cpu().double()
+        worst = chosen.amin(1).cpu().double()
+        left = table[:, : self.keys].amax(1).cpu().double()
         if len(unknown := (worst.isnan() | left.isnan()).nonzero()):
             row = int(self.numbers[unknown[0]])
             raise InputError(
                 f"The scores of row {row} hold NaN, which is neither larger nor smaller than another score."
             )
-        number, free = number.cpu(), (self.end - self.first).squeeze(1).cpu()
+        number = number.cpu()
+        free = (self.end - self.first).squeeze(1).cpu()
         worst = worst.where(number > 0, torch.nan)
         left = left.where(free > number, torch.nan)
         kth = self._kth(grade, number, worst, left)
         self._by_scores(grade, worst, left, kind, engines)
         return grade, worst, kth, left
 
-    def _again(self, own: Tensor) -> Tensor:
+    def _again(self, at: Tensor) -> Tensor:
         """Return the scores of some rows, with -inf for keys that are not allowed."""
         assert self.scores is not None
         dtype = self.scores.dtype
         words = self.scores.view(torch.uint8) if dtype.itemsize == 1 else self.scores  # for torch 2.7
-        scores = words[own].view(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
-        self._mask_(scores, self.first[own], self.end[own])
+        scores = words[at].view(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        self._mask_(scores, self.first[at], self.end[at])
         return scores
 
     def _within_error(self, at: Tensor) -> Tensor:
         """Return which of these rows chose a top-k of some scores within the error."""
         assert self.scores is not None
         assert self.error is not None
-        own = at.to(self.scores.device)
-        scores, error = self._again(own).double(), self.error[own].to(self.scores.device, torch.float64)
-        chosen = as_mask(self.indices[own], self.keys)
+        rows = at.to(self.scores.device)
+        scores = self._again(rows).double()
+        error = self.error[rows].to(self.scores.device, torch.float64)
+        chosen = as_mask(self.indices[rows], self.keys)
         lowest = (scores + error).masked_fill(~chosen, torch.inf).amin(1)
         return (lowest >= (scores - error).masked_fill(chosen, -torch.inf).amax(1)).cpu()
 
@@ -288,17 +293,18 @@ class _Part:
         """Return the k-th scores; a key with score -inf, which masks write, does not count as missing."""
         assert self.scores is not None
         k = self.indices.shape[1]
-        needed, kth = (self.end - self.first).squeeze(1).clamp(max=k).cpu(), worst.clone()
-        others = ((left > worst) | (number != needed)).nonzero().squeeze(1)
-        if not others.numel():
+        needed = (self.end - self.first).squeeze(1).clamp(max=k).cpu()
+        kth = worst.clone()
+        rows = ((left > worst) | (number != needed)).nonzero().squeeze(1)
+        if not rows.numel():
             return kth
-        largest = self._again(others.to(self.scores.device)).topk(min(k, self.keys), 1).values.cpu().double()
-        wanted = needed[others]
-        last = largest.gather(1, (wanted - 1).clamp(min=0)[:, None]).squeeze(1)
-        kth[others] = last.where(wanted > 0, torch.nan)
+        largest = self._again(rows.to(self.scores.device)).topk(min(k, self.keys), 1).values.cpu().double()
+        needed_here = needed[rows]
+        last = largest.gather(1, (needed_here - 1).clamp(min=0)[:, None]).squeeze(1)
+        kth[rows] = last.where(needed_here > 0, torch.nan)
         present = (largest > -torch.inf).sum(1)
-        excused = (grade[others] == _GRADE["missing"]) & (number[others] >= torch.minimum(wanted, present))
-        grade[others[excused]] = 0
+        excused = (grade[rows] == _GRADE["missing"]) & (number[rows] >= torch.minimum(needed_here, present))
+        grade[rows[excused]] = 0
         return kth
 
     def _by_scores(self, grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
@@ -318,7 +324,8 @@ class _Part:
 
 def _rounds_together(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
     """Return whether the lower of two scores, rounded once to a format, is not below the higher one."""
-    lower, higher = lower.double(), higher.double()
+    lower = lower.double()
+    higher = higher.double()
     beyond = (lower >= kind.overflow) | (higher <= -kind.overflow)
     finite = lower.isfinite() & higher.isfinite()
     return (lower == higher) | beyond | finite & (rounded(lower, kind) >= rounded(higher, kind))
@@ -332,11 +339,11 @@ def without_repeats(indices: Tensor) -> Tensor:
     return indices.masked_fill(torch.zeros_like(again).scatter_(1, places, again) | (indices < 0), -1)
 
 
-def _places_in(keys: Tensor, others: Tensor) -> Tensor:
+def _places_in(first: Tensor, second: Tensor) -> Tensor:
     """Return the position of each key among the other row's distinct keys, -1 if it is absent or negative."""
-    ordered, places = others.sort(dim=1)
-    at = torch.searchsorted(ordered.contiguous(), keys.contiguous()).clamp(max=others.shape[1] - 1)
-    return places.gather(1, at).where((ordered.gather(1, at) == keys) & (keys >= 0), -1)
+    ordered, places = second.sort(dim=1)
+    at = torch.searchsorted(ordered.contiguous(), first.contiguous()).clamp(max=second.shape[1] - 1)
+    return places.gather(1, at).where((ordered.gather(1, at) == first) & (first >= 0), -1)
 
 
 def overlaps(first: Tensor, second: Tensor) -> Tensor:
@@ -398,7 +405,8 @@ def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]
         return endless, torch.ones_like(endless, dtype=torch.bool)
     largest = scores.topk(k + 1, 1).values
     forbidden = largest[:, k] <= torch.finfo(scores.dtype).min / 2
-    last, after = largest[:, k - 1].double(), largest[:, k].double()
+    last = largest[:, k - 1].double()
+    after = largest[:, k].double()
     idle = forbidden | ((last == torch.inf) & (after < torch.inf))
     margin = torch.where(last == after, 0.0, last - after)
     return torch.where(idle, endless, margin), idle | ~may_swap(after, last, kind)

@@ -85,7 +85,8 @@ def _npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 def _safetensors(path: Path, names: Collection[str]) -> dict[str, Tensor]:
     with open_file(path) as file:
-        header, offset = read_header(path, file), file.tell()
+        header = read_header(path, file)
+        offset = file.tell()
         return {
             name: _stored(path, file, offset, header[name])
             for name in names
@@ -94,11 +95,13 @@ def _safetensors(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def _stored(path: Path, file: BufferedReader, offset: int, entry: Any) -> Tensor:
-    kind, shape, (begin, end) = _TYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+    kind = _TYPES.get(entry["dtype"])
+    shape = entry["shape"]
+    begin, end = entry["data_offsets"]
     if kind is None:
         raise InputError(f"{path} holds numbers of type {str(entry['dtype'])[:20]}; known: {', '.join(_TYPES)}.")
-    whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-    if not whole or len(shape) > 16 or end - begin != math.prod(shape) * kind.itemsize:
+    sizes_are_valid = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    if not sizes_are_valid or len(shape) > 16 or end - begin != math.prod(shape) * kind.itemsize:
         raise InputError(f"{path} is damaged: a tensor's size does not match its shape.")
     require_memory(end - begin, f"{path}: a tensor of shape {tuple(shape)}")
     file.seek(offset + begin)
@@ -114,24 +117,33 @@ def _parquet(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
     # Read from memory: on a damaged file, threads that wait for Python file reads would end the process.
     with open_file(path) as packed, pa.BufferReader(packed.read()) as file:
-        whole = pq.ParquetFile(file)
-        known, wanted = whole.metadata, [name for name in whole.schema_arrow.names if name in names]
-        places = [c for c in range(known.num_columns) if known.schema.column(c).path.split(".")[0] in wanted]
-        columns = [known.schema.column(c) for c in places]
+        stored_table = pq.ParquetFile(file)
+        metadata = stored_table.metadata
+        read_columns = [name for name in stored_table.schema_arrow.names if name in names]
+        places = [
+            c for c in range(metadata.num_columns) if metadata.schema.column(c).path.split(".")[0] in read_columns
+        ]
+        columns = [metadata.schema.column(c) for c in places]
         texts = [column.path for column in columns if "BYTE_ARRAY" in column.physical_type]
         if texts:
             raise InputError(f"{path}: the column {texts[0]} holds texts, not numbers.")
-        size, stored = 0, 0
-        for group in range(known.num_row_groups):
+        size = 0
+        stored = 0
+        for group in range(metadata.num_row_groups):
             # Reading a row of a damaged column raises an exception; reading its metadata ends the process.
-            next(whole.iter_batches(batch_size=1, row_groups=[group], columns=wanted, use_threads=False), None)
-            parts = [known.row_group(group).column(c) for c in places]
+            next(
+                stored_table.iter_batches(
+                    batch_size=1, row_groups=[group], columns=read_columns, use_threads=False
+                ),
+                None,
+            )
+            parts = [metadata.row_group(group).column(c) for c in places]
             stored += sum(part.total_uncompressed_size for part in parts)
             size += sum(max(16 * part.num_values, part.total_uncompressed_size) for part in parts)
         check_packed(path, stored, file.size())
-        require_memory(max(size, 16 * known.num_rows * len(places)), f"{path}, unpacked,")
-        table = pq.read_table(file, columns=wanted).to_pandas()
-    return {name: array_tensor(path, _stacked(path, table[name])) for name in wanted}
+        require_memory(max(size, 16 * metadata.num_rows * len(places)), f"{path}, unpacked,")
+        table = pq.read_table(file, columns=read_columns).to_pandas()
+    return {name: array_tensor(path, _stacked(path, table[name])) for name in read_columns}
 
 
 def _stacked(path: Path, column: Any) -> "np.ndarray[Any, Any]":

@@ -84,10 +84,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, scores: Tensor, indices: Tensor, largest: bool) -> None:
         if not scores.is_floating_point() or not indices.numel():
             return
-        kept = (scores if largest else -scores).detach().clone()  # the model may change them in place
-        known = self._logits is not None and self._logits[0] is scores and largest
-        order = self._logits[1].detach().clone() if known and self._logits is not None else kept
-        self.frames[-1].append(Selected(kept, order, indices))
+        copied = (scores if largest else -scores).detach().clone()  # the model may change them in place
+        has_logits = self._logits is not None and self._logits[0] is scores and largest
+        order = self._logits[1].detach().clone() if has_logits and self._logits is not None else copied
+        self.frames[-1].append(Selected(copied, order, indices))
 
     def topk(
         self, result: Any, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -164,10 +164,12 @@ def outside(group: Selected, choices: int) -> Tensor:
 
 def _chooses_groups(early: Selected, last: Selected) -> bool:
     """Return whether the later selection chooses in groups that the earlier one left, all others masked alike."""
-    groups, choices = early.scores.shape[-1], last.scores.shape[-1]
+    groups = early.scores.shape[-1]
+    choices = last.scores.shape[-1]
     if groups >= choices or choices % groups or early.scores.numel() * choices != last.scores.numel() * groups:
         return False
-    dropped, scores = outside(early, choices), flat_rows(last.scores)
+    dropped = outside(early, choices)
+    scores = flat_rows(last.scores)
     masked = (scores == scores.amin(1, keepdim=True)) | ~dropped
     return bool(masked.all()) and not bool(dropped.gather(1, flat_rows(last.indices).long()).any())
 
@@ -226,15 +228,16 @@ def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
     rows = torch.Size(shape[:-1]).numel()
     flat = len(shape) == 2
     length = rows // tokens.samples if flat else shape[-2] if len(shape) > 2 else 0
-    known = length in tokens.lengths if tokens.lengths else length > 1  # a single row is the whole sample
-    if not length or rows % tokens.samples or not known:
+    is_sequence = length in tokens.lengths if tokens.lengths else length > 1  # a single row is the whole sample
+    if not length or rows % tokens.samples or not is_sequence:
         return ""
     if flat or shape[0] != tokens.samples:
         return "experts" if flat else ""
-    named = any(word in text for word in _OF_EXPERTS) and "index" not in text
+    of_indexer = "index" in text
     if shape[-1] == length:
-        return "experts" if named and len(shape) == 3 else "keys"
-    return "blocks" if "index" in text or len(shape) > 3 else "experts"
+        of_router = any(word in text for word in _OF_EXPERTS) and not of_indexer
+        return "experts" if of_router and len(shape) == 3 else "keys"
+    return "blocks" if of_indexer or len(shape) > 3 else "experts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,12 +259,16 @@ def own_rows(
     kind = kind_of(text, tuple(chosen.scores.shape), tokens)
     if not kind:
         return None
-    k, n, keys, samples = chosen.indices.shape[-1], chosen.scores.shape[-1], kind == "keys", tokens.samples
+    k = chosen.indices.shape[-1]
+    n = chosen.scores.shape[-1]
+    keys = kind == "keys"
+    samples = tokens.samples
     flat = chosen.scores.ndim == 2
     shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
     real, unmatched = _real(tokens, text, shape[-1])
     allowed = _allowed(shape, n, real, keys, causal)
-    counts, indices = allowed.counts, flat_rows(chosen.indices).cpu().long()
+    counts = allowed.counts
+    indices = flat_rows(chosen.indices).cpu().long()
     if keys:  # a top-k must return k keys: forbidden ones of rows that chose all others are none
         inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
         full = inside.sum(1) >= allowed.end - allowed.first
@@ -277,7 +284,8 @@ def own_rows(
     sizes = None
     if group is not None:
         of_groups, sure = margins(flat_rows(group.order).cpu()[counts], group.indices.shape[-1], into)
-        margin, certified = torch.minimum(margin, of_groups), certified & sure
+        margin = torch.minimum(margin, of_groups)
+        certified = certified & sure
         sizes = group.scores.shape[-1], group.indices.shape[-1]
     hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
     experts = kind == "experts" and not chosen.positions
@@ -327,7 +335,9 @@ def _allowed(shape: tuple[int, ...], n: int, real: Tensor | None, keys: bool, ca
     """Return the choices of each row: every expert; keys that are not padding and not after the query."""
     axes = (shape[0], *(1 for _ in shape[1:-1]))
     counts = torch.ones(shape, dtype=torch.bool) if real is None else real.view(*axes, shape[-1]).expand(shape)
-    first, end, position = torch.zeros(shape, dtype=torch.int64), torch.full(shape, n), None
+    first = torch.zeros(shape, dtype=torch.int64)
+    end = torch.full(shape, n)
+    position = None
     if keys and real is not None:
         marked = real.view(*axes, 1, n).int()
         first = marked.argmax(-1).expand(shape)

@@ -163,21 +163,23 @@ def check_selection(
     given_scores = None if scores is None else float_scores(scores, chosen)
     errors = None if error is None else _errors(error, given_scores)
     shape = tuple(chosen.shape[:-1])
-    valid, first = whole_numbers(lengths, "lengths"), whole_numbers(starts, "starts")
-    known = _keys(keys, given_scores, valid, first, shape[-1] if causal else 0)
+    valid = whole_numbers(lengths, "lengths")
+    first = whole_numbers(starts, "starts")
+    key_number = _keys(keys, given_scores, valid, first, shape[-1] if causal else 0)
     if keys is not None:
         check_k(chosen.shape[-1], keys)
     beyond = min(max(int(chosen.long().max()) + 1, chosen.shape[-1]), _MOST)  # which no index reaches
-    number = known or beyond
+    number = key_number or beyond
     allowed = allowed_keys(shape, number, valid, first, whole_numbers(documents, "documents"), bool(causal))
     if not bool(allowed.counts.any()):
         raise InputError("There is no row to check: every query is padding.")
-    flat, flat_keys = None if given_scores is None else flat_rows(given_scores), flat_rows(chosen)
+    flat = None if given_scores is None else flat_rows(given_scores)
+    flat_keys = flat_rows(chosen)
     judged = judge_rows(flat, flat_keys, number, allowed, kind, error=errors)
     rows = _table(shape, allowed, kind, judged)
     counts = rows["class"].value_counts()
     return CheckedSelection(
-        counts={name: int(counts[name]) for name in CLASSES}, rows=rows, k=chosen.shape[-1], keys=known,
+        counts={name: int(counts[name]) for name in CLASSES}, rows=rows, k=chosen.shape[-1], keys=key_number,
         format=kind.name, not_checked=allowed.counts.numel() - len(rows), not_judged=int(counts[NOT_JUDGED]),
         stale=_stale(flat, flat_keys, allowed, kind, rows, shape),
     )  # fmt: skip
@@ -229,51 +231,52 @@ def _recomputed(
 ) -> tuple[Tensor, Tensor]:
     if scores is not None or error is not None or q is None or k is None:
         raise InputError("Give scores (with their error, if they were recomputed), or else both q and k.")
-    queries, keys = as_tensor(q, "q").double(), as_tensor(k, "k").double()
+    queries = as_tensor(q, "q").double()
+    keys = as_tensor(k, "k").double()
     if queries.ndim < 2 or keys.ndim < 2 or queries.shape[-1] != keys.shape[-1]:
         shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
         raise InputError(f"q must have the shape (..., rows, D) and k (..., n, D), of the same D. Got {shapes}.")
     try:
-        found = float(scale) * (queries @ keys.mT)
+        scores_of_products = float(scale) * (queries @ keys.mT)
     except RuntimeError:
         shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
         raise InputError(f"The first dimensions of q and k must be the same, or 1. Got {shapes}.") from None
-    error = score_error(queries, keys, float(scale), kind).expand_as(found)
+    error = score_error(queries, keys, float(scale), kind).expand_as(scores_of_products)
     if not bool(error.isfinite().all()):
         raise InputError(
             f"The error of scores in {kind.name} is not known for these q and k. It is for formats up to float32, "
             "heads up to a width of 2^20, and finite numbers whose sums float32 can hold."
         )
-    return found, error
+    return scores_of_products, error
 
 
 def _errors(error: Any, scores: Tensor | None) -> Tensor:
-    given = as_tensor(error, "error").double()
+    errors = as_tensor(error, "error").double()
     if scores is None:
         raise InputError("error says how far scores may be off, and there are no scores.")
     try:
-        spread = given.expand(scores.shape)
+        spread = errors.expand(scores.shape)
     except RuntimeError:
-        shapes = f"{tuple(given.shape)} for scores of {tuple(scores.shape)}"
+        shapes = f"{tuple(errors.shape)} for scores of {tuple(scores.shape)}"
         raise InputError(f"error must be a number, or have the shape of the scores. Got {shapes}.") from None
-    if not bool((given >= 0).all()) or not bool(given.isfinite().all()):
+    if not bool((errors >= 0).all()) or not bool(errors.isfinite().all()):
         raise InputError("error must be finite and not negative.")
     return spread.reshape(-1, scores.shape[-1])
 
 
 def _keys(
-    given: int | None, scores: Tensor | None, lengths: Tensor | None, starts: Tensor | None, queries: int
+    number: int | None, scores: Tensor | None, lengths: Tensor | None, starts: Tensor | None, queries: int
 ) -> int | None:
-    if given is not None:
-        whole_number(given, "keys", 1)
-        if given > _MOST:
-            raise InputError(f"keys must be at most {_MOST:,}. Got {given:,}.")
+    if number is not None:
+        whole_number(number, "keys", 1)
+        if number > _MOST:
+            raise InputError(f"keys must be at most {_MOST:,}. Got {number:,}.")
     if scores is not None:
-        if given is not None and given != scores.shape[-1]:
-            raise InputError(f"keys = {given}, but the scores have {scores.shape[-1]} keys.")
+        if number is not None and number != scores.shape[-1]:
+            raise InputError(f"keys = {number}, but the scores have {scores.shape[-1]} keys.")
         return int(scores.shape[-1])
-    if given is not None:
-        return int(given)
+    if number is not None:
+        return int(number)
     if lengths is None or not lengths.numel():
         return queries or None
     if starts is None or not starts.numel():

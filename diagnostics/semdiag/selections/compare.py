@@ -32,7 +32,10 @@ from semdiag.selections.files import (
 from semdiag_files import InputError
 
 _OTHER_TOKENS = "Are they of another tokenisation, or is one of them padded? Then give its lengths. "
-SAME, NUMERIC, BUG, UNEXPLAINED = "same", "numeric", "bug", "unexplained"
+SAME = "same"
+NUMERIC = "numeric"
+BUG = "bug"
+UNEXPLAINED = "unexplained"
 
 
 _AXIS_NAMES = ("batch", "sequence", "tokens", "layers", "heads")
@@ -86,44 +89,47 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
     sizes = dict(zip(names, indices.shape, strict=False))
     scores = None if file.scores is None else float_scores(file.scores, indices)
     weights = None if file.weights is None else chosen_weights(file.weights, indices)
-    kept = _valid_tokens(file, sizes, names)
+    valid = _valid_tokens(file, sizes, names)
     order = [names.index(name) for name in _AXIS_NAMES if name in names]
-    layers, heads = sizes.get("layers", 1), sizes.get("heads", 1)
+    layers = sizes.get("layers", 1)
+    heads = sizes.get("heads", 1)
 
     def one(tensor: Tensor) -> Tensor:
         moved = tensor.permute(*order, tensor.ndim - 1)
-        return moved.reshape(-1, layers * heads, tensor.shape[-1])[kept].flatten(0, 1).cpu()
+        return moved.reshape(-1, layers * heads, tensor.shape[-1])[valid].flatten(0, 1).cpu()
 
     ids = whole_numbers(file.tokens, "tokens")
     if ids is not None:
-        if ids.numel() != kept.numel():
-            raise InputError(f"tokens holds {ids.numel():,} ids, but there are {kept.numel():,} tokens.")
-        ids = ids.flatten()[kept]
+        if ids.numel() != valid.numel():
+            raise InputError(f"tokens holds {ids.numel():,} ids, but there are {valid.numel():,} tokens.")
+        ids = ids.flatten()[valid]
     scores, weights = (None if each is None else one(each) for each in (scores, weights))
     if scores is not None and bool(scores.isnan().any()):
         raise InputError("the scores hold NaN, which is neither larger nor smaller than another score.")
-    indices, kind = one(indices).long(), type_name(indices)
-    return LaidOut(file, layers, heads, indices, kind, scores, weights, ids, ",".join(names))
+    rows = one(indices).long()
+    return LaidOut(file, layers, heads, rows, type_name(indices), scores, weights, ids, ",".join(names))
 
 
 def _names(layout: str, count: int) -> list[str]:
-    given = layout or _USUAL.get(count, "")
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    named = layout or _USUAL.get(count, "")
+    names = [name.strip() for name in named.split(",") if name.strip()]
     wrong = [name for name in names if name not in _AXIS_NAMES]
     has_tokens = "tokens" in names or "sequence" in names
     if wrong or len(set(names)) < len(names) or len(names) != count or not has_tokens:
         raise InputError(
             f"indices have {count} dimensions before k. Name each of them once with --layout, like "
-            f"batch,sequence,layers: {', '.join(_AXIS_NAMES)}, with tokens or sequence among them. Got {given!r}."
+            f"batch,sequence,layers: {', '.join(_AXIS_NAMES)}, with tokens or sequence among them. Got {named!r}."
         )
     return names
 
 
 def _valid_tokens(file: SelectionFile, sizes: dict[str, int], names: list[str]) -> Tensor:
-    batch, sequence = sizes.get("batch", 1), sizes.get("sequence", 1) * sizes.get("tokens", 1)
-    kept = torch.ones(batch, sequence, dtype=torch.bool)
+    batch = sizes.get("batch", 1)
+    sequence = sizes.get("sequence", 1) * sizes.get("tokens", 1)
+    valid = torch.ones(batch, sequence, dtype=torch.bool)
     at = torch.arange(sequence)
-    lengths, starts = whole_numbers(file.lengths, "lengths"), whole_numbers(file.starts, "starts")
+    lengths = whole_numbers(file.lengths, "lengths")
+    starts = whole_numbers(file.starts, "starts")
     for numbers, name in ((lengths, "lengths"), (starts, "starts")):
         if numbers is not None and tuple(numbers.shape) not in ((), (1,), (batch,)):
             raise InputError(
@@ -134,8 +140,8 @@ def _valid_tokens(file: SelectionFile, sizes: dict[str, int], names: list[str]) 
         end = first + lengths.reshape(-1)
         if bool(((first < 0) | (end < first) | (end > sequence)).any()):
             raise InputError(f"lengths and starts must lie within the {sequence:,} tokens of a sequence.")
-        kept &= at < end[:, None]
-    return (kept & (at >= first[:, None])).flatten()
+        valid &= at < end[:, None]
+    return (valid & (at >= first[:, None])).flatten()
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,17 +170,17 @@ def compare_files(
     first: Sequence[SelectionFile], second: Sequence[SelectionFile], format: str, layouts: tuple[str, str]
 ) -> list[ComparedSelections]:
     """Compare the selections of two files, module by module."""
-    others = {each.module: each for each in second}
+    by_module = {each.module: each for each in second}
     modules = {each.module for each in first}
     for file, missing in (
-        (second[0].path, [each.module for each in first if each.module not in others]),
+        (second[0].path, [each.module for each in first if each.module not in by_module]),
         (first[0].path, [each.module for each in second if each.module not in modules]),
     ):
         if missing:
             raise InputError(
                 f"{file} holds no choices of {missing[0] or 'a module without a name'}: compare like with like."
             )
-    return [compare_selections(each, others[each.module], format, layouts) for each in first]
+    return [compare_selections(each, by_module[each.module], format, layouts) for each in first]
 
 
 def compare_selections(
@@ -182,7 +188,8 @@ def compare_selections(
 ) -> ComparedSelections:
     """Compare the keys that two engines chose for the same rows, as sets."""
     kind = number_format(format)
-    a, b = lay_out(first, layouts[0]), lay_out(second, layouts[1])
+    a = lay_out(first, layouts[0])
+    b = lay_out(second, layouts[1])
     _check_alike(a, b)
     repeats = [int(((each.sets != each.indices) & (each.indices >= 0)).any(1).sum()) for each in (a, b)]
     rows = _table(a, b, kind)
@@ -208,21 +215,38 @@ def _check_alike(a: LaidOut, b: LaidOut) -> None:
                 f"{where} differ in {what}: {of_a} and {of_b}. {advice}Name other orders of dimensions with "
                 "--layout."
             )
+    _check_types(a, b, where)
+    _check_ids(a, b, where)
+    _check_range(a, b)
+
+
+def _check_types(a: LaidOut, b: LaidOut, where: str) -> None:
+    """Refuse scores or weights of other types, and scores of other keys."""
     for what in ("scores", "weights"):
-        of_a, of_b = getattr(a.file, what), getattr(b.file, what)
+        of_a = getattr(a.file, what)
+        of_b = getattr(b.file, what)
         if of_a is not None and of_b is not None and of_a.dtype != of_b.dtype:
             raise InputError(
                 f"{where} differ in the type of {what}: {of_a.dtype} and {of_b.dtype}. Save both in one type."
             )
     if a.scores is not None and b.scores is not None and a.scores.shape != b.scores.shape:
         raise InputError(f"{where} differ in the number of keys: {a.scores.shape[-1]} and {b.scores.shape[-1]}.")
+
+
+def _check_ids(a: LaidOut, b: LaidOut, where: str) -> None:
+    """Refuse choices for other tokens."""
     if a.ids is not None and b.ids is not None and not torch.equal(a.ids, b.ids):
         fault = "are of other tokens: their ids differ. Are they of another tokenisation?"
         if torch.equal(a.ids.sort()[0], b.ids.sort()[0]):
             fault = "hold the same tokens in another order. Sort the rows of one like those of the other."
         raise InputError(f"{where} {fault}")
+
+
+def _check_range(a: LaidOut, b: LaidOut) -> None:
+    """Refuse keys for which there are no scores."""
     for one, each in product((a, b), (a, b)):
-        keys, largest = None if one.scores is None else one.scores.shape[-1], int(each.indices.max())
+        keys = None if one.scores is None else one.scores.shape[-1]
+        largest = int(each.indices.max())
         if keys is not None and largest >= keys:
             raise InputError(
                 f"{each.file.name} names key {largest}, but {one.file.name} has scores of {keys} keys. Are they "
@@ -239,15 +263,16 @@ def _weight_of(a: LaidOut, b: LaidOut) -> str:
 
 def _table(a: LaidOut, b: LaidOut, kind: NumberFormat) -> pd.DataFrame:
     overlap = overlaps(a.sets, b.sets)
-    number, each = len(overlap), a.layers * a.heads
+    number = len(overlap)
+    each = a.layers * a.heads
     layer, head = np.divmod(np.arange(number) % each, a.heads)
     differs = overlap < 1
     grade = np.where(differs.numpy(), UNEXPLAINED, SAME).astype(object)
     grade[differs.numpy()] = _explained(a, b, differs, kind)
-    one, other = (b, a) if a.weight is None else (a, b)
+    one, without = (b, a) if a.weight is None else (a, b)
     lost = torch.full((number,), torch.nan, dtype=torch.float64)
     if one.weight is not None:
-        lost = weight_lost(one.sets, other.sets, one.weight)
+        lost = weight_lost(one.sets, without.sets, one.weight)
     return pd.DataFrame(
         {
             "token": np.arange(number) // each, "layer": layer, "head": head, "overlap": overlap.numpy(),
@@ -262,13 +287,14 @@ def _explained(a: LaidOut, b: LaidOut, differs: Tensor, kind: NumberFormat) -> n
     scores = [each.scores[at] for each in (a, b) if each.scores is not None]
     if not scores or not len(at):
         return np.full(len(at), UNEXPLAINED, dtype=object)
-    first, second = a.sets[at], b.sets[at]
+    first = a.sets[at]
+    second = b.sets[at]
     numeric = torch.ones(len(at), dtype=torch.bool)
     for each in scores:
         numeric &= _right(each, first, kind) & _right(each, second, kind)
     if len(scores) == 2:
-        for one, other in ((first, second), (second, first)):
-            numeric &= (_alike(scores, one.clamp(min=0), kind) | ~lacking(one, other)).all(1)
+        for one, without in ((first, second), (second, first)):
+            numeric &= (_alike(scores, one.clamp(min=0), kind) | ~lacking(one, without)).all(1)
     return np.where(numeric.numpy(), NUMERIC, BUG).astype(object)
 
 

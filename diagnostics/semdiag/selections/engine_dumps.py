@@ -157,7 +157,7 @@ def _from_base64(path: Path, layers: int | None, k: int | None, start: int) -> T
     content = read_json(path)
     facts = content.get("meta_info", content) if isinstance(content, dict) else {}
     facts = facts if isinstance(facts, dict) else {}
-    text = next((facts[name] for name in ("routed_experts", "indexer_topk") if name in facts), None)
+    text = facts.get("routed_experts", facts.get("indexer_topk"))
     if not isinstance(text, str) or layers is None or k is None or min(layers, k) < 1:
         raise InputError(f"{path}: routed_experts are a text in base64, whose layers and k must be named.")
     try:
@@ -165,17 +165,22 @@ def _from_base64(path: Path, layers: int | None, k: int | None, start: int) -> T
         experts = torch.from_numpy(numbers.reshape(-1, layers, k))
     except ValueError:
         raise InputError(f"{path}: routed_experts are no int32 in base64, {layers} layers by {k}.") from None
-    counts = [facts.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    if all(type(count) is int for count in counts):
-        tokens = sum(count for count in counts if count is not None) - 1 - start  # the last one is not run
-        if len(experts) != tokens:
-            raise InputError(
-                f"{path}: {layers} layers by {k} make {len(experts):,} tokens, but the response has {tokens:,}. "
-                "Name its layers, k, and start (routed_experts_start_len)."
-            )
+    tokens = _tokens(facts, start)
+    if tokens not in (None, len(experts)):
+        raise InputError(
+            f"{path}: {layers} layers by {k} make {len(experts):,} tokens, but the response has {tokens:,}. "
+            "Name its layers, k, and start (routed_experts_start_len)."
+        )
     if _has_repeats(experts) or _are_swapped(experts):
         raise InputError(f"{path}: {layers} layers by {k} do not fit its numbers. Are layers and k swapped?")
     return experts
+
+
+def _tokens(facts: Mapping[str, Any], start: int) -> int | None:
+    """Return how many tokens from the start the model ran, all but the last; None if it does not say."""
+    prompt = facts.get("prompt_tokens")
+    completion = facts.get("completion_tokens")
+    return prompt + completion - 1 - start if type(prompt) is int and type(completion) is int else None
 
 
 def _has_repeats(rows: Tensor) -> bool:

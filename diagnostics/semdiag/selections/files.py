@@ -68,11 +68,11 @@ class SelectionFile:
             if name in _PAGES:
                 return f"indices may be slots of a paged cache, as it holds {name}. Give positions in the sequence"
             try:
-                found = read_arrays(self.path, [name])[name]
+                array = read_arrays(self.path, [name])[name]
             except InputError:  # an array of something else
                 continue
             counts = (len(self.indices), len(self.indices) + 1, self.indices[..., 0].numel())
-            if not found.is_floating_point() and found.ndim == 1 and len(found) in counts:
+            if not array.is_floating_point() and array.ndim == 1 and len(array) in counts:
                 return f"{name}, which is ignored, may say which keys are valid. Name it lengths, or leave it out"
         return ""
 
@@ -81,14 +81,7 @@ def read_selections(path: Path, format: str = "", limits: bool = True) -> list[S
     """Read a file's selections: one, or one for each module whose name stands before its arrays' names."""
     read_arrays(path, [])  # refuses what is no file of arrays
     names = array_names(path)
-    modules = list(dict.fromkeys(stem for stem, role in map(_parted, names) if role in _NAMES["indices"]))
-    if not modules:
-        *others, last = _NAMES["indices"]
-        raise InputError(
-            f"{path} holds no array of chosen keys: one must be there, named {', '.join(others)} or {last}."
-        )
-    if path.suffix != ".npz":  # whose arrays are in the order in which they were written
-        modules.sort(key=lambda module: [int(part) if part.isdigit() else -1 for part in module.split(".")])
+    modules = _modules(path, names)
     taken = {name for name in names if _parted(name)[0] in modules and _parted(name)[1] in _ROLES}
     if "" not in modules:
         taken |= {name for name in names if _ROLES.get(name) in _SHARED}
@@ -101,11 +94,24 @@ def read_selections(path: Path, format: str = "", limits: bool = True) -> list[S
     ]
 
 
+def _modules(path: Path, names: list[str]) -> list[str]:
+    """Return the modules whose choices a file holds, in their order; an empty name stands for none."""
+    modules = list(dict.fromkeys(stem for stem, role in map(_parted, names) if role in _NAMES["indices"]))
+    if not modules:
+        *first_names, last = _NAMES["indices"]
+        raise InputError(
+            f"{path} holds no array of chosen keys: one must be there, named {', '.join(first_names)} or {last}."
+        )
+    if path.suffix != ".npz":  # whose arrays are in the order in which they were written
+        modules.sort(key=lambda module: [int(part) if part.isdigit() else -1 for part in module.split(".")])
+    return modules
+
+
 def read_selection(path: Path, format: str = "", limits: bool = True) -> SelectionFile:
     """Read the only selection of a file."""
-    first, *others = read_selections(path, format, limits)
-    if others:
-        raise InputError(f"{path} holds {len(others) + 1} selections, that of {first.module} and others.")
+    first, *more = read_selections(path, format, limits)
+    if more:
+        raise InputError(f"{path} holds {len(more) + 1} selections, that of {first.module} and others.")
     return first
 
 
@@ -179,26 +185,26 @@ def write_output(path: Path, content: bytes | memoryview) -> None:
         raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
 
 
-def as_tensor(given: Any, name: str) -> Tensor:
+def as_tensor(numbers: Any, name: str) -> Tensor:
     """Convert a tensor, an array of any byte order or a nested list into a tensor."""
-    if isinstance(given, Tensor):
-        if given.layout != torch.strided or given.is_meta:
-            raise InputError(f"{name} must be a plain tensor that holds its numbers. Got {given.layout}.")
-        return given.detach()
+    if isinstance(numbers, Tensor):
+        if numbers.layout != torch.strided or numbers.is_meta:
+            raise InputError(f"{name} must be a plain tensor that holds its numbers. Got {numbers.layout}.")
+        return numbers.detach()
     try:
-        array = np.asarray(given)
+        array = np.asarray(numbers)
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
         with warnings.catch_warnings():  # torch warns of read-only arrays; nothing is written
             warnings.simplefilter("ignore", UserWarning)
             return torch.from_numpy(array)
     except (TypeError, ValueError):
-        kind = getattr(given, "dtype", type(given).__name__)
+        kind = getattr(numbers, "dtype", type(numbers).__name__)
         raise InputError(f"{name} must be a tensor or an array of numbers. Got {kind}.") from None
 
 
-def chosen_keys(given: Any) -> Tensor:
+def chosen_keys(numbers: Any) -> Tensor:
     """Return indices (..., k), at least one row of them."""
-    indices = _whole(given, "indices")
+    indices = _whole(numbers, "indices")
     if indices.ndim == 0 or not indices.numel():
         raise InputError(
             f"indices must have the shape (..., k), with at least one row and one key. Got {_shape(indices)}."
@@ -206,9 +212,9 @@ def chosen_keys(given: Any) -> Tensor:
     return indices[None] if indices.ndim == 1 else indices
 
 
-def float_scores(given: Any, indices: Tensor) -> Tensor:
+def float_scores(numbers: Any, indices: Tensor) -> Tensor:
     """Return the scores (..., n) of the rows of some indices."""
-    scores = as_tensor(given, "scores")
+    scores = as_tensor(numbers, "scores")
     if not scores.is_floating_point():
         raise InputError(
             f"scores must be floating-point numbers. Got {type_name(scores)}: are scores and indices swapped? "
@@ -233,9 +239,9 @@ def check_k(k: int, keys: int) -> None:
         )
 
 
-def whole_numbers(given: Any, name: str) -> Tensor | None:
+def whole_numbers(numbers: Any, name: str) -> Tensor | None:
     """Return whole numbers as int64; None for None."""
-    return None if given is None else _whole(given, name).long().cpu()
+    return None if numbers is None else _whole(numbers, name).long().cpu()
 
 
 def flat_rows(tensor: Tensor) -> Tensor:
@@ -243,8 +249,8 @@ def flat_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _whole(given: Any, name: str) -> Tensor:
-    tensor = as_tensor(given, name)
+def _whole(numbers: Any, name: str) -> Tensor:
+    tensor = as_tensor(numbers, name)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise InputError(f"{name} must be whole numbers. Got {type_name(tensor)}.")
     return tensor
@@ -259,9 +265,9 @@ def type_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def chosen_weights(given: Any, indices: Tensor) -> Tensor:
+def chosen_weights(numbers: Any, indices: Tensor) -> Tensor:
     """Return weights in the shape of some indices."""
-    weights = as_tensor(given, "weights")
+    weights = as_tensor(numbers, "weights")
     fits = weights.numel() == indices.numel() and weights.shape[-1] == indices.shape[-1]
     if not weights.is_floating_point() or not fits:
         raise InputError(

@@ -60,7 +60,8 @@ class Saving:
         if choices.kind == "keys":
             indices, scores = _from_the_first(choices)
         else:
-            indices, scores = choices.indices, choices.order
+            indices = choices.indices
+            scores = choices.order
         token_ids = ids.flatten()[real] if ids is not None and choices.shape == tuple(ids.shape) else None
         part = _Part(indices[real].int(), scores[real].float(), token_ids)
         self._size += part.scores.nbytes + part.indices.nbytes
@@ -89,7 +90,8 @@ class Saving:
 
 def _from_the_first(choices: Choices) -> tuple[Tensor, Tensor]:
     """Return indices and scores of keys counted from the first real one, as wide as the longest sequence."""
-    first, number = choices.first[:, None], choices.order.shape[1]
+    first = choices.first[:, None]
+    number = choices.order.shape[1]
     lengths = choices.real.view(*choices.shape).sum(-1)
     at = first + torch.arange(int(lengths.max()))
     scores = choices.order.gather(1, at.clamp(max=number - 1)).masked_fill(at >= number, -torch.inf)
@@ -144,18 +146,18 @@ def own_selections(
 ) -> "OwnSelections":
     """Run a model and return what it selects."""
     model = placed(in_evaluation_mode(loaded.module), device, dtype)
-    found = OwnSelections(loaded.path, kind, model, saving)
+    selections = OwnSelections(loaded.path, kind, model, saving)
     with torch.no_grad():
         for batch in batches:
-            found.run(model, batching.moved(batch, device, dtype))
-    found.finish()
-    if not found.selections:
+            selections.run(model, batching.moved(batch, device, dtype))
+    selections.finish()
+    if not selections.selections:
         raise InputError(
             f"{loaded.path} selects nothing for its tokens: while it ran, no topk, argmax or sort of scores was "
             "seen in it whose rows are its tokens. This is for models with routers or indexers; what a selection "
             f"would cost a model without: semdiag k-sweep {loaded.path} --rerun"
         )
-    return found
+    return selections
 
 
 class OwnSelections:
@@ -165,7 +167,10 @@ class OwnSelections:
         self.selections: list[OwnSelection] = []
         # number of selections whose rows are not tokens, by module and shape
         self.others: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self._path, self._kind, self._causal, self._saving = path, kind, causal_modules(model), saving
+        self._path = path
+        self._kind = kind
+        self._causal = causal_modules(model)
+        self._saving = saving
         self._found: dict[tuple[str, int, str, int], OwnSelection] = {}
         self._tokens = Tokens(0, frozenset(), {})
         self._ids: Tensor | None = None
@@ -179,7 +184,8 @@ class OwnSelections:
         """Take what a model selects on a batch; exceptions of semdiag's own code are raised as they are."""
         self._samples += self._tokens.samples
         self._tokens = tokens_of(model, batch)
-        before, self._ids = self._ids, next(iter(token_ids(batch).values()), None)
+        before = self._ids
+        self._ids = next(iter(token_ids(batch).values()), None)
         self._other_tokens = before is not None and self._ids is not None and not torch.equal(before, self._ids)
         self.calls += 1
         try:
@@ -210,11 +216,11 @@ class OwnSelections:
 
     def _add(self, name: str, number: int, text: str, chosen: Selected, group: Selected | None) -> None:
         shape = tuple(chosen.scores.shape)
-        found = own_rows(text, name in self._causal, self._tokens, chosen, group, self._kind)
-        if found is None:
+        rows_and_choices = own_rows(text, name in self._causal, self._tokens, chosen, group, self._kind)
+        if rows_and_choices is None:
             self.others[name, shape] += 1
             return
-        rows, choices = found
+        rows, choices = rows_and_choices
         layer = re.search(r"\d+", name)
         key = name, number, rows.kind, shape[-1] if rows.kind == "experts" else 0
         entry = OwnSelection(name, int(layer[0]) if layer else None)

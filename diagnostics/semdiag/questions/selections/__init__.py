@@ -59,16 +59,9 @@ def _ask(
     *,
     shared: Asked,
 ) -> None:  # fmt: skip
-    from semdiag.capturing import pretrained
-    from semdiag.capturing.loading import recognised
     from semdiag_files import InputError
 
-    of_model = str(file).startswith(pretrained.PREFIX) or recognised(str(file))
-    for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed):
-        word = "A second file" if name == "against" else f"--{name.replace('_', '-')}"
-        what = "files" if of_model else "a model (hf:PATH)"
-        other = "a model" if of_model else "not one"
-        raise InputError(f"{word} applies to {what}, and {file} is {other}. Leave it out.")
+    of_model = _is_model(file, shared)
     listing = None if rows is None else Listing(rows)
     if of_model:
         _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save, listing)
@@ -79,6 +72,21 @@ def _ask(
     if layout:
         raise InputError("--layout applies to two files: name what another engine chose.")
     _check(file, format, causal, keys, shared, listing)
+
+
+def _is_model(file: Path, shared: Asked) -> bool:
+    """Return whether a name is a model's; options of the other kind are refused."""
+    from semdiag.capturing import pretrained
+    from semdiag.capturing.loading import recognised
+    from semdiag_files import InputError
+
+    of_model = str(file).startswith(pretrained.PREFIX) or recognised(str(file))
+    for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed):
+        word = "A second file" if name == "against" else f"--{name.replace('_', '-')}"
+        what = "files" if of_model else "a model (hf:PATH)"
+        file_kind = "a model" if of_model else "not one"
+        raise InputError(f"{word} applies to {what}, and {file} is {file_kind}. Leave it out.")
+    return of_model
 
 
 class Listing:
@@ -114,7 +122,8 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None, listing: Li
     from semdiag_files import InputError
     from semdiag_models.training import find_device
 
-    kind, conditions = number_format(format), shared.conditions()
+    kind = number_format(format)
+    conditions = shared.conditions()
     quiet = shared.values["quiet"]
     saving = None if save is None else Saving(save)
     device = find_device(conditions.device)

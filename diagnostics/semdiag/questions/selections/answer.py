@@ -27,7 +27,8 @@ from semdiag.selections.own import OwnSelection, OwnSelections
 
 def comparison_sentences(answer: Summary) -> list[str]:
     """Return how two selections differ, the verdict first, from the JSON of their comparison."""
-    changed, rows = answer["changed"], answer["rows"]
+    changed = answer["changed"]
+    rows = answer["rows"]
     sentences = [_verdict(answer)]
     if changed:
         verb = "differs" if changed == 1 else "differ"
@@ -67,9 +68,11 @@ def ignored_sentences(answer: Summary) -> list[str]:
 
 
 def _verdict(answer: Summary) -> str:
-    classes, rows = answer["classes"], answer["rows"]
+    classes = answer["classes"]
+    rows = answer["rows"]
     if not answer["changed"]:
-        return f"The keys of {'all ' * (rows > 1)}{counted(rows, 'row')} are the same."
+        every = "all " if rows > 1 else ""
+        return f"The keys of {every}{counted(rows, 'row')} are the same."
     if classes["unexplained"]:
         return "Whether rounding explains the differences is unknown: neither file has scores."
     share = f"Rounding explains {classes['numeric']:,} of {answer['changed']:,} differences"
@@ -84,7 +87,8 @@ def _verdict(answer: Summary) -> str:
 
 def own_sentences(answer: Summary) -> list[str]:
     """Return sentences on a model's own selections, the verdict first, from their JSON."""
-    rows, form = answer["selections"], answer["format"]
+    rows = answer["selections"]
+    form = answer["format"]
     sentences = [
         f"{answer['faults']:,} of {counted(answer['rows'], 'row')} are faulty.",
         f"Certified: rounding each score once to {form} cannot change the choice. A model that computes in {form} "
@@ -94,25 +98,38 @@ def own_sentences(answer: Summary) -> list[str]:
         sentences.append(
             "Where a softmax or sigmoid made the scores, margin and certificate are those of its logits."
         )
+    sentences += _unmeasured_sentences(answer)
+    for row in rows:
+        sentences += _fault_sentences(row) + _stale_sentences(row)
+    return sentences
+
+
+def _unmeasured_sentences(answer: Summary) -> list[str]:
+    """Return which selections decide nothing, and which rows are left out or unknown."""
+    rows = answer["selections"]
+    sentences = []
     idle = [row["module"] for row in rows if row["inactive"]]
     if idle:
         sentences.append(f"Selection inactive, as no row has more than k to choose from: {_named(idle)}.")
     padded = {row["padded"] for row in rows}
     if max(padded):
-        sentences.append(f"Left out: {'up to ' * (len(padded) > 1)}{max(padded):,} padded rows of each selection.")
+        number_left_out = f"{max(padded):,}" if len(padded) == 1 else f"up to {max(padded):,}"
+        sentences.append(f"Left out: {number_left_out} padded rows of each selection.")
     unknown = [row["module"] for row in rows if not row["padding_known"]]
     if unknown:
         sentences.append(f"All rows count, as it is unknown which are padding: {_named(unknown)}.")
-    others = [f"{other['module'] or 'the model'} {tuple(other['shape'])}" for other in answer["others"]]
-    if others:
-        sentences.append(f"Not measured, as their rows are not tokens: {_named(others)}.")
-    for row in rows:
-        faulty = {name: number for name, number in row["counts"].items() if number and name in FAULTS}
-        if faulty:
-            kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
-            sentences.append(f"{row['module']} has faulty rows: {kinds}.")
-        sentences += _stale_sentences(row)
+    unmeasured = [f"{entry['module'] or 'the model'} {tuple(entry['shape'])}" for entry in answer["others"]]
+    if unmeasured:
+        sentences.append(f"Not measured, as their rows are not tokens: {_named(unmeasured)}.")
     return sentences
+
+
+def _fault_sentences(row: dict[str, Any]) -> list[str]:
+    faulty = {name: rows for name, rows in row["counts"].items() if rows and name in FAULTS}
+    if not faulty:
+        return []
+    kinds = ", ".join(f"{rows:,} {name}" for name, rows in faulty.items())
+    return [f"{row['module']} has faulty rows: {kinds}."]
 
 
 def _stale_sentences(row: dict[str, Any]) -> list[str]:
@@ -154,6 +171,12 @@ def _place(row: Sequence[int]) -> str:
 
 
 _of = "{} of {}".format
+
+
+def _chosen(k: int, of: int, kind: str) -> str:
+    return f"{k} of {of} blocks" if kind == "blocks" else f"{k} of {of}"
+
+
 _CLASSES = (
     Column("class", form=text), Column("means", "which means", text), Column("rows", form=count, drop=NEVER),
     Column("worst.row", "worst row", _place, drop=NEVER), Column("worst.separation", "separation"),
@@ -181,7 +204,7 @@ _EXPERTS = (
 )  # fmt: skip
 _KEYS = (
     Column("module", "keys of", text),
-    Column("k choices kind", "chosen", lambda k, of, kind: _of(k, of) + " blocks" * (kind == "blocks")),
+    Column("k choices kind", "chosen", _chosen),
     Column("rows", form=count, drop=2), Column("deciding", form=count), *_MARGINS,
     Column("ties", form=count, drop=1), Column("first_kept_share", "first key kept", rough_percent),
     Column("future", drop=NEVER), Column("padding", drop=NEVER),
@@ -263,8 +286,11 @@ def own_answer(summary: Summary) -> Answer:
     rows = result["selections"]
     verdict, *more = own_sentences(result)
     name = f"\n{result['model']}: {counted(len(rows), 'selection')}, certified for {result['format']}"
-    of_experts, others = ([row for row in rows if (row["kind"] == "experts") == it] for it in (True, False))
-    tables = [NumberTable(columns, of) for columns, of in ((_EXPERTS, of_experts), (_KEYS, others)) if of]
+    of_experts = [row for row in rows if row["kind"] == "experts"]
+    of_keys = [row for row in rows if row["kind"] != "experts"]
+    tables = [
+        NumberTable(columns, of_kind) for columns, of_kind in ((_EXPERTS, of_experts), (_KEYS, of_keys)) if of_kind
+    ]
     return Answer(opening=[verdict], shown=[name, *tables, *more])
 
 
@@ -289,37 +315,49 @@ def own_summary(measured: OwnSelections, model: str, format: str, provenance: di
         for entry in measured.selections
     ]
     faults = sum(row["faults"] for row in rows)
-    others = [
+    unmeasured = [
         {"module": module, "shape": list(shape), "times": n} for (module, shape), n in measured.others.items()
     ]
     entry = {
         "model": model, "format": format, "selections": rows, "rows": sum(row["rows"] for row in rows),
-        "faults": faults, "passed": not faults, "others": others,
+        "faults": faults, "passed": not faults, "others": unmeasured,
     }  # fmt: skip
     return _summary([entry], provenance)
 
 
 def _row(entry: OwnSelection) -> dict[str, Any]:
     parts = entry.parts
-    first, margin = parts[0], torch.cat([part.margin for part in parts])
-    deciding = margin < torch.inf
-    certified = int((torch.cat([part.certified for part in parts]) & deciding).sum())
-    spread, number = percentiles(margin[deciding].numpy()), int(deciding.sum())
+    first = parts[0]
+    margins = _margins(entry)
+    number = margins["deciding"]
     counts = sum((part.counts for part in parts), Counter[str]())
-    keys, later = first.kind == "keys", first.kind == "keys" and first.causal
+    keys = first.kind == "keys"
+    later = first.kind == "keys" and first.causal
     return {
         "module": entry.module, "layer": entry.layer, "kind": first.kind,
         "choices": max(part.choices for part in parts), "k": max(part.k for part in parts),
         "groups": None if first.groups is None else {"of": first.groups[0], "chosen": first.groups[1]},
-        "margin_of": "logits" if first.logits else "scores", "rows": len(margin),
+        **margins,
         "padded": sum(part.padded for part in parts), "padding_known": not any(part.unmatched for part in parts),
-        "deciding": number, "inactive": not number, "margin_median": spread["p50"], "margin_p5": spread["p5"],
-        "ties": int((margin == 0).sum()), "certified": certified,
-        "certified_share": certified / number if number else None,
         "counts": {name: counts[name] for name in CLASSES}, "faults": sum(counts[name] for name in FAULTS),
         "future": counts["future"] if later else None, "padding": counts["padding"] if keys else None,
         "first_kept_share": sum(part.first_kept for part in parts) / number if keys and number else None,
-        "load": _load(entry, len(margin)), "repeats": entry.repeats,
+        "load": _load(entry, margins["rows"]), "repeats": entry.repeats,
+    }  # fmt: skip
+
+
+def _margins(entry: OwnSelection) -> dict[str, Any]:
+    """Return how many rows decide, by which margin, and how many are certified."""
+    margin = torch.cat([part.margin for part in entry.parts])
+    deciding = margin < torch.inf
+    number = int(deciding.sum())
+    certified = int((torch.cat([part.certified for part in entry.parts]) & deciding).sum())
+    spread = percentiles(margin[deciding].numpy())
+    return {
+        "margin_of": "logits" if entry.parts[0].logits else "scores", "rows": len(margin), "deciding": number,
+        "inactive": not number, "margin_median": spread["p50"], "margin_p5": spread["p5"],
+        "ties": int((margin == 0).sum()), "certified": certified,
+        "certified_share": certified / number if number else None,
     }  # fmt: skip
 
 
@@ -344,19 +382,16 @@ def comparison_summary(
     layers = _layer_table(rows)
     layers.insert(2, "k", [compared[order].k for order in layers.pop("selection")])
     diverged = layers[layers["changed"] > 0]
-    first = None if diverged.empty else diverged.iloc[0]
     lost = rows["lost"]
     classes = {name: int((rows["class"] == name).sum()) for name in (SAME, NUMERIC, BUG, UNEXPLAINED)}
-    judged = [each.by_own_scores for each in compared]
-    widths = {each.k for each in compared}
     entry = {
         "file": file, "against": against, "tokens": compared[0].tokens, "heads": int(rows["head"].max()) + 1,
-        "k": widths.pop() if len(widths) == 1 else None, "format": compared[0].format, "rows": len(rows),
+        "k": _common_k(compared), "format": compared[0].format, "rows": len(rows),
         "overlap": float(rows["overlap"].mean()), "changed": int((rows["overlap"] < 1).sum()), "classes": classes,
-        "by_own_scores": None if None in judged else sum(number for number in judged if number is not None),
-        "layouts": sorted({layout for each in compared for layout in each.layouts}),
-        "ignored": list(compared[0].ignored), "first_layer": None if first is None else int(first["layer"]),
-        "first_module": None if first is None else str(first["module"]),
+        "by_own_scores": _total_by_own_scores(compared), "layouts": list(compared[0].layouts),
+        "ignored": list(compared[0].ignored),
+        "first_layer": None if diverged.empty else int(diverged["layer"].iloc[0]),
+        "first_module": None if diverged.empty else str(diverged["module"].iloc[0]),
         "lost": {"of": compared[0].weight_of, "mean": float(lost.mean()), "largest": float(lost.max())},
         "worst": _least_overlap(rows),
         "repeats": {
@@ -365,6 +400,15 @@ def comparison_summary(
         "layers": layers.to_dict("records"), "passed": not classes[BUG] + classes[UNEXPLAINED], **facts,
     }  # fmt: skip
     return _summary([entry], provenance)
+
+
+def _common_k(compared: Sequence[ComparedSelections]) -> int | None:
+    return compared[0].k if all(each.k == compared[0].k for each in compared) else None
+
+
+def _total_by_own_scores(compared: Sequence[ComparedSelections]) -> int | None:
+    numbers = [each.by_own_scores for each in compared if each.by_own_scores is not None]
+    return sum(numbers) if len(numbers) == len(compared) else None
 
 
 def _placed(compared: ComparedSelections, order: int) -> pd.DataFrame:
