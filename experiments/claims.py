@@ -36,18 +36,18 @@ SMALL = (
 @cache
 def paper_size(attention: str) -> dict[tuple[str, int], pd.DataFrame]:
     """Return the histories of the runs at the paper's size, by task and seed: sweep, references, ListOps."""
-    found = {}
+    histories = {}
     for run in read_sweep(HERE / "length-40.toml"):
         if run.model.attention_label == attention:
-            history = read_history(HERE / "length-40", run)
-            found[run.training.task, run.training.seed] = pd.DataFrame(history)
+            record = read_history(HERE / "length-40", run)
+            histories[run.training.task, run.training.seed] = pd.DataFrame(record)
     for folder in CHECKPOINTS.glob(f"*-{attention}-seed-*"):
         task, _, seed = folder.name.partition(f"-{attention}-seed-")
-        found[task, int(seed)] = pd.read_csv(folder / "history.csv")
+        histories[task, int(seed)] = pd.read_csv(folder / "history.csv")
     listops = HERE / "listops" / attention.removesuffix("-5") / "history.csv"
     if listops.exists():
-        found["listops", FIRST_SEED] = pd.read_csv(listops)
-    return found
+        histories["listops", FIRST_SEED] = pd.read_csv(listops)
+    return histories
 
 
 def head_starts() -> pd.DataFrame:
@@ -115,9 +115,9 @@ def slopes_within_masks() -> pd.DataFrame:
     }
     rows = []
     for arm, runs in arms.items():
-        for (task, seed), own in runs.groupby(["task", "seed"]):
-            moved = np.log(own["factor"]) + 2 * np.log(own["first"])
-            rows.append((task, arm, seed, float(np.polyfit(moved, own["loss_area"], 1)[0])))
+        for (task, seed), doses in runs.groupby(["task", "seed"]):
+            factors = np.log(doses["factor"]) + 2 * np.log(doses["first"])
+            rows.append((task, arm, seed, float(np.polyfit(factors, doses["loss_area"], 1)[0])))
     return pd.DataFrame(rows, columns=["task", "arm", "seed", "slope"])
 
 
@@ -165,8 +165,8 @@ def stability_beside_nudges() -> pd.DataFrame:
             if not apart and level <= stability.LEARNT * math.log(find_task(task).classes):
                 values["matched loss"].append(float(top[at.iloc[0]] - full[at.iloc[1]]))
                 steps.append(math.log(at.iloc[0] / at.iloc[1]))
-        for moment, found in values.items():
-            mean = t_interval(found)
+        for moment, logarithms in values.items():
+            mean = t_interval(logarithms)
             rows.append((task, moment, mean.estimate, mean.low, mean.high, math.exp(float(np.mean(steps)))))
     return pd.DataFrame(rows, columns=["task", "moment", "estimate", "low", "high", "steps"])
 
@@ -179,8 +179,8 @@ def gaps() -> pd.DataFrame:
         index=["task", "seed"], columns="attention", values="gap"
     )
     change = gap[TOP] - gap[FULL]
-    found = {task: t_interval(own.to_numpy(np.float64)) for task, own in change.groupby("task", sort=False)}
-    return pd.DataFrame({task: vars(mean) for task, mean in found.items()}).T
+    means = {task: t_interval(seeds.to_numpy(np.float64)) for task, seeds in change.groupby("task", sort=False)}
+    return pd.DataFrame({task: vars(mean) for task, mean in means.items()}).T
 
 
 def in_words(mean: Interval) -> str:

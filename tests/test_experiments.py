@@ -23,7 +23,7 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 def test_committed_records_tell_no_folder_of_a_machine():
     tables = list(EXPERIMENTS.glob("*/runs.parquet"))
     records = [json.loads(record) for table in tables for record in pd.read_parquet(table)["record"]]
-    assert len(records) == 1684
+    assert len(records) >= 1684
     commands = {record["provenance"]["command"] for record in records}
     assert not [
         word for command in commands for word in shlex.split(command) if "=/" in word or word.startswith("/")

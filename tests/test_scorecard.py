@@ -110,11 +110,13 @@ def test_with_the_mask_fixed_more_dispersion_is_faster_on_the_tasks_that_are_sai
 @pytest.mark.slow
 def test_stability_is_told_beside_what_a_nudge_does():
     said = row("SGD is more uniformly stable")[1]
+    page = " ".join((ROOT / "experiments" / "stability.md").read_text(encoding="utf-8").split())
     end = claims.sample_over_nudge().iloc[:, -1].groupby(["task", "attention"]).mean()
     ranges = {name: np.exp(end.xs(name, level="attention")) for name in ("topk-5", "full")}
     top = "{:.2f} to {:.2f}".format(*np.sort(ranges["topk-5"])[[0, -1]])
     full = "{:.1f} to {:.1f}".format(*np.sort(ranges["full"])[[0, -1]])
     assert f"with top-5 {top} times what a nudge of 10⁻⁷ does (full: {full})" in said
+    assert f"a sample changes {top} times as much as a nudge of 10⁻⁷ with top-5, {full} times with full" in page
     table = claims.stability_beside_nudges()
     fewer = f"{(table['estimate'] < 0).sum()} of {len(table)}, clearly in {(table['high'] < 0).sum()}"
     assert f"divided by it, top-5 changes less in {fewer}" in said
@@ -127,6 +129,7 @@ def test_stability_is_told_beside_what_a_nudge_does():
             assert "0.00 on even-pairs" in said
         else:
             assert told.format(task=task, **gap) in said
+            assert told.format(task=task, **gap) in page
     verdicts = pd.read_csv(ROOT / "reports" / "stability" / "verdicts.csv").query("attention == 'topk-5'")
     counts = verdicts["verdict"].value_counts()
     assert f"less in {counts.get('more stable', 0)} of 9 comparisons, more in {counts['less stable']}" in said
@@ -258,7 +261,9 @@ def test_the_seven_small_tasks_are_told_with_what_makes_their_mean():
     ratios = speed_by_mask.ratios(pd.read_csv(ROOT / "reports" / "speed" / "outcomes.csv"))
     by_task = ratios.groupby(["attention", "task"])["ratio"].mean().unstack("task")
     top = np.exp(by_task.loc["topk-5"])
-    assert f"median {top.median():.2f}" in row("Top-k attention converges")[1]
+    advantages = pd.read_csv(ROOT / "reports" / "frozen" / "advantages.csv").query("attention == 'topk-5'")
+    assert (advantages["trained_low"] > 0).sum() == 2
+    assert f"clear on two of seven tasks, median {top.median():.2f}" in row("Top-k attention converges")[1]
     without = np.exp(by_task.loc["topk-5"].drop("even-pairs").mean())
     assert f"without it {without:.2f}" in row("Approximate selections")[1]
     behind = by_task.loc[["block-5-global-1", "banded-5-global-1"]] > 0.01  # a hundredth is a tie
@@ -360,6 +365,12 @@ def test_listops_says_what_the_two_runs_say():
     assert "Held-out 34% in epoch {} against {}".format(*sooner) in measured
     assert "cross-entropy 1.76 in epoch {} against {}".format(*losses) in measured
     assert "the smallest is {:.3f} against {:.3f}".format(*least) in measured
+    clocks = [run["seconds"] for run in runs]
+    benchmarks = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert "{1:.1f} s an epoch (full) and {0:.1f} s (top-5)".format(*(s.median() for s in clocks)) in benchmarks
+    assert (
+        "{1:.1f} and {0:.1f} s over their last 20".format(*(s.iloc[-20:].median() for s in clocks)) in benchmarks
+    )
     for name, numbers in (
         ("95% training accuracy", epochs),
         ("34% held-out accuracy", sooner),
