@@ -22,7 +22,7 @@ from semdiag.capturing.adapters.hugging_face import attends_by_interface, interc
 from semdiag.capturing.adapters.torch_functions import FunctionWatch, core_call, masked_inputs
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.private_parts import broken_parts, refusal, remarks_on
+from semdiag.capturing.private_parts import FOUNDATIONS, broken_parts, refusal, remarks_on
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag_files import InputError
 from semdiag_models import AttentionCore, Encoder
@@ -51,14 +51,18 @@ class Hooks:
 
         self._module, self._prepend = module, prepend
         self._before, self._after = Hook(unless_removed), Hook(after)
+        self._handles: list[RemovableHandle] = []
 
     def put_on(self) -> None:
         """Register both hooks."""
-        self._module.register_forward_pre_hook(self._before, prepend=self._prepend, with_kwargs=True)
-        self._module.register_forward_hook(self._after, always_call=True)
+        put_on = self._module.register_forward_pre_hook
+        self._handles.append(put_on(self._before, prepend=self._prepend, with_kwargs=True))
+        self._handles.append(self._module.register_forward_hook(self._after, always_call=True))
 
     def remove(self) -> None:
-        """Remove the registered hooks."""
+        """Remove the registered hooks, of which an interrupt may have lost the handles."""
+        for handle in self._handles:
+            handle.remove()
         take_off_hooks(self._module, self._before, self._after)
 
 
@@ -116,6 +120,9 @@ def watch_attention(
     hooked = torch_functions.hooked_alone(model) or attends_by_interface(model)
     recorder = recording.Recorder(recording.Watched(model, consume, mask, traces=not hooked))
     recorder.audit.remarks.update(remarks_on(broken))
+    if FOUNDATIONS.intersection(broken):  # nothing could be seen, or taken off again
+        yield recorder.audit
+        return
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     hooks = _Hooks(recorder, here, lent, hooked)
@@ -132,7 +139,9 @@ def watch_attention(
             stack.callback(_say_where, threading.current_thread())
             stack.enter_context(recording.undone(here.stop))
             here.start()
-            if not (isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn.")):
+            scripted = isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn.")
+            # Inside a forward pass its arguments are known, and if it fails torch still goes through its hooks.
+            if inside is None and not scripted:
                 arguments = Hooks(model, recorder.find_edges, lambda *given: None)
                 stack.enter_context(recording.undone(arguments.remove))
                 arguments.put_on()
@@ -164,6 +173,14 @@ class _Hooks:
 
     def before(self, module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
         """Note that a module is about to run; return its inputs if they change, else None."""
+        try:
+            return self._begun(module, inputs)
+        except Exception as error:
+            if not self._recorder.forgives(error, type(module).__name__):
+                raise
+        return None
+
+    def _begun(self, module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
         recorder = self._recorder
         if self._hooked and not module._modules and not isinstance(module, AttentionCore):
             return None  # it makes no attention
@@ -187,6 +204,13 @@ class _Hooks:
         return None
 
     def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        try:
+            self._done(module, inputs, output)
+        except Exception as error:
+            if not self._recorder.forgives(error, type(module).__name__):
+                raise
+
+    def _done(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         recorder, name = self._recorder, self._recorder.module
         if recorder.without_watch and recorder.without_watch[-1][0] is module:
             recorder.covered -= 1

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
+from torch.nn.modules import module as of_all_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -230,6 +231,37 @@ def _modes() -> bool:
     return removed and [bool(mode.seen) for mode in modes] == [False, True, False, True] and state() == before
 
 
+def _without_all_modes() -> bool:
+    """Return whether everyone's modes can be switched off for a while."""
+    with _Kinds() as kinds, _Names() as names:
+        with recording.outside_all_modes("cpu"):
+            torch.zeros(1, device="cpu").exp()
+        unseen = not kinds.seen and "exp" not in names.seen
+        torch.zeros(1, device="cpu").exp()
+    return unseen and bool(kinds.seen)
+
+
+def _hooks() -> bool:
+    """Return whether hooks stand in the tables of a module, and of all, under the numbers of their handles."""
+    module, tables, handles = nn.Identity(), [], []
+    for owner, name, kwargs in (
+        (module, "_forward", {"with_kwargs": True}),
+        (of_all_modules, "_global_forward", {}),
+    ):
+        added = "" if owner is module else "module_"
+        for kind, more in (("pre_hook", kwargs), ("hook", {"always_call": True})):
+            handles.append(getattr(owner, f"register_{added}forward_{kind}")(lambda *given: None, **more))
+            tables.append(getattr(owner, f"{name}_{kind}s"))
+        tables[-1].move_to_end(handles[-1].id, last=False)
+    always = handles[1].id in module._forward_hooks_always_called
+    always = always and handles[3].id in of_all_modules._global_forward_hooks_always_called
+    named = handles[0].id in module._forward_pre_hooks_with_kwargs
+    standing = [handle.id in table for handle, table in zip(handles, tables, strict=True)]
+    for handle in handles:
+        handle.remove()
+    return always and named and all(standing)
+
+
 def _storages() -> bool:
     x, y = torch.zeros(2, device="cpu"), torch.zeros(2, device="cpu")
     return address(x) == address(x[1:]) != address(y)
@@ -279,11 +311,15 @@ _TORCH: dict[str, Callable[[], bool]] = {
     "torch's list of kernels in Python": _python_kernels,
     "names of torch's functions": _functions,
     "torch's stacks of modes": _modes,
+    "torch's switches of modes": _without_all_modes,
+    "torch's tables of hooks": _hooks,
     "addresses of torch's storages": _storages,
     "Python's threads and pools": _threads,
 }
 _TRANSFORMERS = {"AttentionInterface.get_interface": _interface, "Cache.update of transformers": _caches}
 PROBES = _TORCH | _TRANSFORMERS
+# Without these, nothing of a model can be watched.
+FOUNDATIONS = frozenset(("torch's switches of modes", "torch's tables of hooks"))
 _OLDER = "a class that looks up its attention without AttentionInterface.get_interface"
 
 
@@ -328,11 +364,11 @@ def _failed(names: tuple[str, ...], versions: str) -> tuple[str, ...]:
 def works(probe: Callable[[], bool]) -> bool:
     """Return the result of a probe, without anything that the caller has switched on."""
     cast = torch.autocast("cpu", enabled=False)
-    with recording.without_modes(), torch.inference_mode(False), torch.enable_grad(), cast:
-        try:
+    try:
+        with recording.without_modes(), torch.inference_mode(False), torch.enable_grad(), cast:
             return probe()
-        except Exception:
-            return False
+    except Exception:  # of the probe, or of what it is run without
+        return False
 
 
 @cache

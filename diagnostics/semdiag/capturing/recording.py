@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -261,6 +261,14 @@ class Recorder(threading.local):
         with self.watched.lock:
             self.audit.skipped[Skipped(self.module if module is None else module, operation, reason)] += 1
 
+    def forgives(self, error: Exception, operation: str) -> bool:
+        """Note a failure of the watch itself; return whether the model may go on, as it may without a mask."""
+        if self.masking or error is self.watched.failure:
+            return False
+        with suppress(Exception):
+            self.skip(operation, failure(error))
+        return True
+
     @contextmanager
     def guarded(self, operation: str, module: str | None = None) -> Iterator[None]:
         """Note a failure of the watch itself in the context, which is no reason to stop the model."""
@@ -270,6 +278,26 @@ class Recorder(threading.local):
             if error is self.watched.failure:
                 raise
             self.skip(operation, failure(error), module)
+
+
+class Once:
+    """A function that runs at most once, whatever fails around it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.begun = self.ended = False
+        self.result: Any = None
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run another form of the function in its place."""
+        self.begun = True
+        self.result = function(*args, **kwargs)
+        self.ended = True
+        return self.result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function."""
+        return self.run(self.function, *args, **kwargs)
 
 
 def runs_masked(model: nn.Module) -> bool:

@@ -40,18 +40,27 @@ class FunctionWatch(TorchFunctionMode):
         higher_order = isinstance(func, HigherOrderOperator)
         if name not in _WATCHED and not higher_order:
             return func(*args, **kwargs)
+        once = recording.Once(func)
+        try:
+            return self._watched(once, name, higher_order, args, kwargs)
+        except Exception as error:
+            if once.begun is not once.ended or not self.recorder.forgives(error, name):
+                raise
+        return once.result if once.ended else func(*args, **kwargs)
+
+    def _watched(self, func: recording.Once, name: str, higher_order: bool, args: Args, kwargs: Kwargs) -> Any:
         if higher_order:
-            register_mode(func, OperationWatch)
+            register_mode(func.function, OperationWatch)
         if self.recorder.in_function or not self.recorder.listening:
             return func(*args, **kwargs)
         if name in _SPECIAL:
             return getattr(self, f"_{name}")(func, args, kwargs)
         if higher_order:
-            run = run_as_written(func, args, kwargs, OperationWatch)
+            run = run_as_written(func.function, args, kwargs, OperationWatch)
             if run is None:
                 return func(*args, **kwargs)
             with self:
-                return run()
+                return func.run(run)
         if name in _SOFTMAX:
             masked = False
             if self.recorder.masking:
@@ -75,7 +84,7 @@ class FunctionWatch(TorchFunctionMode):
         self._provenance.close()
         recording.take_off(self)
 
-    def _scaled_dot_product_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _scaled_dot_product_attention(self, func: recording.Once, args: Args, kwargs: Kwargs) -> Any:
         given = dict(zip(SDPA, args, strict=False)) | kwargs
         mixed: Tensor | None = None
         if self.recorder.masking and all(recording.is_plain(given[name]) for name in SDPA[:3]):
@@ -99,17 +108,17 @@ class FunctionWatch(TorchFunctionMode):
             self._below.merged.mark_output(mixed)
         return mixed
 
-    def _multi_head_attention_forward(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _multi_head_attention_forward(self, func: recording.Once, args: Args, kwargs: Kwargs) -> Any:
         """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
         outer = self.recorder.heads
         self.recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
         try:
             with self:
-                return _not_overridden(func)(*args, **kwargs)
+                return func.run(_not_overridden(func.function), *args, **kwargs)
         finally:
             self.recorder.heads = outer
 
-    def _flex_attention(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _flex_attention(self, func: recording.Once, args: Args, kwargs: Kwargs) -> Any:
         with self.recorder.covering():
             output = func(*args, **kwargs)
         if not recording.is_plain(args[0]):

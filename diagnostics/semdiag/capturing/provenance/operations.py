@@ -18,7 +18,7 @@ from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, float_outputs, propagate
 from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS, MergedBlocks, Softmaxes
 from semdiag.capturing.provenance.tags import Tags, tensors
-from semdiag.capturing.recording import NOTHING, Recorder, in_backward, is_plain, outside_all_modes, take_off
+from semdiag.capturing.recording import NOTHING, Once, Recorder, in_backward, is_plain, outside_all_modes, take_off
 
 MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -259,10 +259,19 @@ class OperationWatch(dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
+        once = Once(func)
+        try:
+            return self._watched(once, args, kwargs)
+        except Exception as error:
+            if once.begun is not once.ended or not self.recorder.forgives(error, func.__name__):
+                raise
+        return once.result if once.ended else func(*args, **kwargs)
+
+    def _watched(self, func: Once, args: Args, kwargs: Kwargs) -> Any:
         recorder = self.recorder
         if in_backward():
             return func(*args, **kwargs)
-        plan = plan_of(func)
+        plan = plan_of(func.function)
         if plan.runs_others and (run := self._runner(func, plan, args, kwargs)) is not None:
             return run()
         before, recorder.in_function = recorder.in_function, True  # the operator is also a Python function
@@ -288,14 +297,15 @@ class OperationWatch(dispatch.TorchDispatchMode):
         self.softmaxes.settle()
         self.tags.forget()
 
-    def _runner(self, func: Any, plan: Plan, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    def _runner(self, once: Once, plan: Plan, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
         """Return a function that runs an operation so that we see the operations it calls; None if impossible."""
+        func = once.function
         device = _plain_device(tensors((*args, *kwargs.values()))) if plan.composite else None
         if device is not None and not has_kernel(func, key_of(device)):
-            return lambda: self._run_kernel(func, COMPOSITE, device, args, kwargs)
+            return lambda: self._run_kernel(once, COMPOSITE, device, args, kwargs)
         if plan.kind == "higher order" and func.__name__ in (*_OPEN, *_CLOSED):  # known bodies run under this mode
             args, kwargs = under_modes((args, kwargs), [self])
-            return lambda: func(*args, **kwargs)
+            return lambda: once(*args, **kwargs)
         kernel = python_kernel(func, args, kwargs) if plan.kind == "foreign" else None
         if plan.kind != "higher order" and kernel is None:
             return None
@@ -303,7 +313,7 @@ class OperationWatch(dispatch.TorchDispatchMode):
 
         def run() -> Any:  # if no attention is seen in it, look at it as a whole
             seen = audit.captured.total() + audit.skipped.total()
-            result = func(*args, **kwargs) if kernel is None else self._run_kernel(func, *kernel, args, kwargs)
+            result = once(*args, **kwargs) if kernel is None else self._run_kernel(once, *kernel, args, kwargs)
             if audit.captured.total() + audit.skipped.total() == seen:
                 if kernel is not None:
                     self._guarded(plan, self._look, plan, args, kwargs, result)
@@ -321,8 +331,9 @@ class OperationWatch(dispatch.TorchDispatchMode):
         floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
         return not (known or func.__name__ in _HARMLESS or recorder.foreign or all(map(self.tags.fixed, floats)))
 
-    def _run_kernel(self, func: Any, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:
+    def _run_kernel(self, once: Once, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:
         """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
+        func = once.function
         with self, torch._C.DisableTorchFunction():
             included = torch._C._dispatch_tls_local_include_set()
             excluded = torch._C._dispatch_tls_local_exclude_set()
@@ -335,7 +346,7 @@ class OperationWatch(dispatch.TorchDispatchMode):
                 if cast and not has_kernel(func, autocast := f"Autocast{key_of(device)}"):
                     excluded = excluded.remove(getattr(torch._C.DispatchKey, autocast))
                 with torch._C._ForceDispatchKeyGuard(included, excluded):
-                    return func._op_dk(key, *args, **kwargs)
+                    return once.run(func._op_dk, key, *args, **kwargs)
 
     def _guarded(self, plan: Plan, look: Callable[..., Any], *args: Any) -> Any:
         """Call one of our functions; note its failure, which never reaches the model."""

@@ -19,7 +19,7 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import whole_number, whole_numbers
 from semdiag.capturing.padding import Padding
-from semdiag.capturing.private_parts import broken_parts
+from semdiag.capturing.private_parts import broken_parts, remarks_on
 from semdiag.capturing.recording import undone
 from semdiag.measuring.calls import monitor_heads
 from semdiag.measuring.calls.counted_rows import Arrivals, Tensors
@@ -84,9 +84,10 @@ class _Outputs:
         for log in (self.layers, self.heads):
             with faults.reporting():
                 log.close()
-        if self._folder and self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        if self._folder and writer is not None:
+            with faults.reporting():
+                writer.close()
 
 
 _COMPILED = (
@@ -260,7 +261,9 @@ class Monitor:
                 "A monitor cannot look into a module that was compiled in place, by its compile(): its hooks "
                 "would be compiled too. Give it the compiled model: Monitor(torch.compile(model))."
             )
-        broken_parts(self.model)  # tried now, not in the middle of training
+        with self._faults.reporting():  # tried now, not in the middle of training
+            for remark in remarks_on(broken_parts(self.model)):
+                self._faults.warn_once(remark.text, f"The monitor of a training: {remark.text}.")
         agreed = {"every": self.every, "k": self.k, "accumulation": self._accumulation, "first_step": self.step}
         try:
             self._outputs.open()
@@ -291,14 +294,16 @@ class Monitor:
             pass
 
     def _undo(self) -> None:
+        for undo in (self._take_off, self._look.close, self._written, self._ranks.leave):
+            with self._faults.reporting():
+                undo()
+        self._looked_at = self._looker = None
+        self._outputs.close(self._faults)
+
+    def _take_off(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks = None
-        self._look.close()
-        self._looked_at = self._looker = None
-        self._written()
-        self._ranks.leave()
-        self._outputs.close(self._faults)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -316,27 +321,41 @@ class Monitor:
         if torch.compiler.is_compiling():
             _warn_while_compiling()
             return
-        self._forwards.add(threading.get_ident())
-        if not model.training:
-            return
-        if (behind := self._behind) is not None:
-            again = not self._micro and self.step % self.every == 0
-            if again or self._ranks.joined or behind.described is None or behind.described.done():
-                self._catch_up()
-        own = threading.current_thread()
+        alarms: list[Alarm] = []
+        with self._faults.reporting():
+            self._forwards.add(threading.get_ident())
+            if not model.training:
+                return
+            alarms = self._arrived()
+        self._report_alarms(alarms)
+        with self._faults.reporting():
+            self._begin(model, (*args, *kwargs.values()), (args, kwargs))
+
+    def _arrived(self) -> list[Alarm]:
+        """Write the rows of the last look if its numbers are there or another look is due; return its alarms."""
+        if (behind := self._behind) is None:
+            return []
+        again = not self._micro and self.step % self.every == 0
+        due = again or self._ranks.joined or behind.described is None or behind.described.done()
+        return self._written() if due else []
+
+    def _begin(self, model: nn.Module, inside: tuple[Any, ...], arguments: Any) -> None:
+        """Count a forward call, and start to look at it if it is its turn."""
+        here = threading.current_thread()
         with self._turn:
             step, first = self.step, self._micro == 0
             self._micro = (self._micro + 1) % self._accumulation
             self.step += self._micro == 0
-            if self._looker is not None and self._looker is not own and self._looker.is_alive():
+            if self._looker is not None and self._looker is not here and self._looker.is_alive():
                 return
-            self._look.close()  # of an interrupted call
-            self._looked_at, self._looker = step, own if first and step % self.every == 0 else None
-        if self._looker is own:
+            interrupted, self._look = self._look, ExitStack()
+            self._looked_at, self._looker = step, here if first and step % self.every == 0 else None
+        with self._faults.reporting():
+            interrupted.close()
+        if self._looker is here:
             now = self._now = _Looking(step)
             with self._faults.reporting(), ExitStack() as look:
-                look.enter_context(self._padding.watched((args, kwargs)))
-                inside = *args, *kwargs.values()
+                look.enter_context(self._padding.watched(arguments))
                 watch = watch_attention(model, lambda call: self._reduce(call, now), inside=inside)
                 now.audit = look.enter_context(watch)
                 self._look, now.seen = look.pop_all(), False
@@ -344,40 +363,46 @@ class Monitor:
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling():
             return
-        self._forwards.discard(threading.get_ident())
-        if self._looker is not threading.current_thread():
-            return
-        self._look.close()
-        step, self._looked_at = self._looked_at, None
-        self._looker = None
-        if step is not None and output is not None:
-            self._now.parts = dict(self._ranks.parts)
-            self._now.follow()
-            self._behind = self._now
-            if self._now.described is None:
-                self._catch_up()
-        elif step is not None:  # the forward pass raised an exception
+        alarms: list[Alarm] = []
+        with self._faults.reporting():
+            self._forwards.discard(threading.get_ident())
+            if self._looker is not threading.current_thread():
+                return
+            step, self._looked_at, self._looker = self._looked_at, None, None
+            with self._faults.reporting():
+                self._look.close()
+            if step is not None:
+                alarms = self._end(step, output is not None)
+        self._report_alarms(alarms)
+
+    def _end(self, step: int, whole: bool) -> list[Alarm]:
+        """End the look at a forward call; return its alarms if all of its numbers are there."""
+        if not whole:  # the forward pass raised an exception
             self._ranks.fail(step)
+            return []
+        self._now.parts = dict(self._ranks.parts)
+        self._now.follow()
+        self._behind = self._now
+        return self._written() if self._now.described is None else []
 
     def _catch_up(self) -> None:
         """Write the rows of the last look, and report its alarms, once its numbers have arrived."""
-        if alarms := self._written():
-            self._report_alarms(alarms)
+        self._report_alarms(self._written())
 
     def _written(self) -> list[Alarm]:
         """Write the rows of the last look if they are not written yet; return its alarms."""
-        with self._turn:
-            look, self._behind = self._behind, None
-        if look is not None:
-            with self._faults.reporting():
+        with self._faults.reporting():
+            with self._turn:
+                look, self._behind = self._behind, None
+            if look is not None:
                 return self._finish(look)
         return []
 
     def _reduce(self, call: AttentionCall, look: _Looking) -> None:
-        if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
-            return  # another thread's forward pass
-        start, look.seen = time.perf_counter(), True
         with self._faults.reporting():
+            if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
+                return  # another thread's forward pass
+            start, look.seen = time.perf_counter(), True
             audit = Audit()
             call = self._padding.marked(call, audit)
             self._faults.name_remarks(audit)  # of masks that could not be matched
@@ -391,7 +416,7 @@ class Monitor:
                 look.heads += [place | row for row in of_heads]
 
             look.arrivals.send(monitor_heads.looked_at(rows), receive)
-        self.seconds += time.perf_counter() - start
+            self.seconds += time.perf_counter() - start
 
     def _finish(self, look: _Looking) -> list[Alarm]:
         start = time.perf_counter()
@@ -416,6 +441,8 @@ class Monitor:
         return alarms
 
     def _report_alarms(self, alarms: list[Alarm]) -> None:
+        if not alarms:
+            return
         if callable(self._on_alarm):
             for alarm in alarms:
                 self._on_alarm(alarm)

@@ -253,8 +253,9 @@ def warn(text: str, stacklevel: int = 3) -> None:
     """Warn, and only print where warnings are errors: a monitor never stops training."""
     try:
         warnings.warn(text, stacklevel=stacklevel)
-    except UserWarning:
-        print(f"semdiag: {visible(text)}", file=sys.stderr)
+    except Exception:
+        with suppress(Exception):  # there may be no stream
+            print(f"semdiag: {visible(text)}", file=sys.stderr)
 
 
 class Faults:
@@ -279,14 +280,19 @@ class Faults:
         """Warn of an exception in the context, and go on."""
         try:
             yield
-        except OSError as error:
+        except Exception as error:
+            with suppress(Exception):
+                self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        if isinstance(error, OSError):
             reason = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
             self._stuck = True
             self.warn_once(
                 f"{_CANNOT_WRITE}: {type(error).__name__} {error.errno}",
                 f"{_CANNOT_WRITE} ({reason}). Its rows stay in memory and are written as soon as possible.",
             )
-        except Exception as error:
+        else:
             *_, (frame, line) = traceback.walk_tb(error.__traceback__)
             fault = f"{type(error).__name__} {frame.f_code.co_filename}:{line}"
             self.warn_once(fault, f"The monitor of a training: {failure(error)}.")

@@ -22,7 +22,7 @@ from semdiag.mathematics.softmax_stability import local_stability_of_weight
 from semdiag.measuring.calls.counted_rows import CountedRows, Tensors, attended_keys, counted_rows
 from semdiag_files import InputError
 
-PATIENCE = timedelta(minutes=10)  # longest time that a look waits for the other ranks
+PATIENCE = timedelta(minutes=5)  # longest wait of a look for other ranks; NCCL ends a training after 10
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[4]
 SCENARIOS = {
     2: (
         "shared", "alone", "ddp", "fsdp", "tensor_parallel", "distributed_queries", "joined", "other_steps",
-        "failing", "nothing_seen", "often", "other_settings", "killed",
+        "failing", "nothing_seen", "often", "other_settings", "lone", "killed",
     ),
     3: ("shared", "ddp", "nothing_seen", "often", "hanging"),
 }  # fmt: skip
