@@ -22,8 +22,9 @@ from going_on import FAILED, going_on, leave
 from training_step import Step
 
 from semdiag_models import ModelConfig, Trainer, TrainingConfig, configure, find_task, open_run, train_run
-from semdiag_models.attention import largest
-from semdiag_models.training import Steps, find_device
+from semdiag_models.cuda_steps import Steps
+from semdiag_models.fast_attention import largest
+from semdiag_models.train import find_device
 
 SEEDS = (153476998, 235510766, 205084180)  # the paper's first
 ATTENTIONS = {"full": None, "topk": 5}
@@ -214,7 +215,7 @@ class Bench:
 
     def parts(self) -> None:
         """Milliseconds of the parts of a step with long inputs: attention of one block, forward and backward."""
-        from semdiag_models.attention import dense_attention, selected_attention
+        from semdiag_models.fast_attention import dense_attention, selected_attention
 
         length = 30 if self.small else 600
         q, k, v = (torch.randn(25, 1, length, 64, device=self.device, requires_grad=True) for _ in range(3))

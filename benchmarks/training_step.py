@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag_models import Encoder, ModelConfig, Trainer, TrainingConfig
-from semdiag_models.training import Steps
+from semdiag_models.cuda_steps import Steps
 
 
 class TextbookBlock(nn.Module):

@@ -26,9 +26,10 @@ from t_intervals import UNKNOWN, t_interval
 from torch import Tensor
 
 from semdiag.measuring.findings.resampling import Interval
-from semdiag_models import AttentionCore, DivergedError, Encoder, InputError, configure, find_task
-from semdiag_models.attention import dropout
-from semdiag_models.training import Progress, Trainer, train_together
+from semdiag_files import InputError
+from semdiag_models import AttentionCore, DivergedError, Encoder, configure, find_task
+from semdiag_models.fast_attention import dropout
+from semdiag_models.train import Progress, Trainer, train_together
 
 LENGTH, K, EPOCHS = 20, 5, 120
 SEEDS = tuple(range(67201, 67209))

@@ -30,11 +30,12 @@ from semdiag.capturing.loading import load
 from semdiag.commands.sweep_results import result
 from semdiag.measuring.findings.resampling import Interval
 from semdiag.measuring.measure import Conditions
-from semdiag_models import DivergedError, Encoder, InputError, read_checkpoint
+from semdiag_files import InputError
+from semdiag_models import DivergedError, Encoder, read_checkpoint
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweep import SweepRun, identity, read_sweep
 from semdiag_models.tasks import find_task
-from semdiag_models.training import ended
+from semdiag_models.train import ended
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "contrast.toml"

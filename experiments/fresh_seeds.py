@@ -8,8 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag_files import read_toml
-from semdiag_models import InputError
+from semdiag_files import InputError, read_toml
 
 HERE = Path(__file__).parent
 IN_A_NAME = re.compile(r"seed-(\d+)")

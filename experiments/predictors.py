@@ -40,8 +40,8 @@ from semdiag.questions.mask_stability.measure import MASKS, NoisePlan
 from semdiag.questions.stability.measure import SecantsPlan, local_stability, with_bounds
 from semdiag_files import InputError
 from semdiag_models import ListOpsTrees
-from semdiag_models.tasks import find_task, listops
-from semdiag_models.training import find_device, with_float64
+from semdiag_models.tasks import find_task, listops_task
+from semdiag_models.train import find_device, with_float64
 
 SAMPLES = 50
 
@@ -270,7 +270,7 @@ def _target(setting: dict[str, Any]) -> float:
     """Return the accuracy 90% of the way from the shortcut to 1; NaN if the task is not one of semdiag's."""
     trees = setting.get("listops")
     try:
-        task = listops(ListOpsTrees(**trees)) if trees else find_task(setting["task"])
+        task = listops_task(ListOpsTrees(**trees)) if trees else find_task(setting["task"])
         level = shortcut(task, setting["length"]).accuracy
     except (InputError, KeyError):
         return math.nan

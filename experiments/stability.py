@@ -25,7 +25,7 @@ from torch import Tensor
 
 from semdiag_models import ModelConfig, TrainingConfig
 from semdiag_models.tasks import find_task
-from semdiag_models.training import Trainer
+from semdiag_models.train import Trainer
 
 TASKS = {"even-pairs": 20, "missing-duplicate": 20, "cycle-navigation": 10}  # length
 ATTENTIONS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from semdiag_models import training as device
-from semdiag_models.training import find_device
+from semdiag_models import train as device
+from semdiag_models.train import find_device
 
 pytest_plugins = ["measurements_by_hand"]
 _NO_CASE = SimpleNamespace(params=())

@@ -38,7 +38,7 @@ from semdiag.selections.check import check_selection
 from semdiag.selections.files import read_selection
 from semdiag_files import InputError, files
 from semdiag_models.sweep import read_sweep
-from semdiag_models.tasks.text import read_lines
+from semdiag_models.text import read_lines
 
 SECONDS = 20  # for one input
 _SMALL = 2**32  # bytes: as on a machine of 4 GiB, where what is declared may take 1

@@ -17,7 +17,8 @@ import torch
 import why_faster_figures
 
 from semdiag.measuring.findings.resampling import Interval
-from semdiag_models import InputError, configure, find_task, read_checkpoint
+from semdiag_files import InputError
+from semdiag_models import configure, find_task, read_checkpoint
 from semdiag_models.sweep import SweepRun
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ import pytest
 
 from semdiag.commands.sweep_results import SCHEMA
 from semdiag_files import InputError
-from semdiag_models.training import HISTORY_COLUMNS
+from semdiag_models.train import HISTORY_COLUMNS
 
 pytestmark = pytest.mark.slow  # of a finished study
 

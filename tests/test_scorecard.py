@@ -18,8 +18,8 @@ from t_intervals import t_interval
 
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability
 from semdiag.measuring.reach import shortcut
+from semdiag_models.listops import CLOSER, FIRST_OPENER
 from semdiag_models.tasks import find_task
-from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER
 
 ROOT = Path(__file__).parents[1]
 LISTOPS = find_task("listops")

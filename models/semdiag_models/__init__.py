@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 from semdiag_files import InputError
 
 if TYPE_CHECKING:
-    from semdiag_models.attention import ATTENTIONS, AttentionCore, AttentionKind
     from semdiag_models.checkpoint import Checkpoint, read_checkpoint, sha256, weights_sha256, write_checkpoint
     from semdiag_models.config import ListOpsTrees, ModelConfig, TextSource, TrainingConfig
-    from semdiag_models.encoder import Encoder
+    from semdiag_models.kinds import ATTENTIONS, AttentionKind
+    from semdiag_models.model import AttentionCore, Encoder
     from semdiag_models.run_folder import open_run, open_seed_runs, run_name, train_run, train_seed_runs
-    from semdiag_models.tasks import TASKS, Task, Text, configure, draw_data, find_task, open_text
-    from semdiag_models.training import DivergedError, Trainer
+    from semdiag_models.tasks import TASKS, Task, configure, draw_data, find_task
+    from semdiag_models.text import Text, open_text
+    from semdiag_models.train import DivergedError, Trainer
 
 # Imported on first use, from the first that has the name: the command line must not wait for torch.
-_HOMES = "config", "attention", "encoder", "checkpoint", "tasks", "training", "run_folder"
+_HOMES = "config", "kinds", "model", "checkpoint", "tasks", "text", "train", "run_folder"
 
 __all__ = [
     # architecture

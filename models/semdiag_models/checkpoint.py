@@ -16,7 +16,7 @@ from torch import Tensor
 from semdiag_files import InputError, layers, open_file, refuse, require_memory, write_bytes
 from semdiag_files.archive import check_archive, code_in, damaged, holding_code
 from semdiag_models.config import ModelConfig, TrainingConfig
-from semdiag_models.encoder import Encoder
+from semdiag_models.model import Encoder
 
 FORMAT = "semdiag/1"
 

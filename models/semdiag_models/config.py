@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any, Self
 
 from semdiag_files import InputError, refuse, unknown_name
+from semdiag_models.kinds import ATTENTIONS, LOCAL
 
 # Largest size of any part of a model: a checkpoint's numbers are used before the model is built.
 LARGEST_SIZE = 100_000
@@ -154,8 +155,6 @@ class ModelConfig(Record):
     )
 
     def __post_init__(self) -> None:
-        from semdiag_models.attention import ATTENTIONS  # which needs torch
-
         if self.attention not in ATTENTIONS:
             raise unknown_name("attention", self.attention, ATTENTIONS)
         super().__post_init__()
@@ -200,8 +199,6 @@ class ModelConfig(Record):
 
     @property
     def _local(self) -> bool:
-        from semdiag_models.attention import LOCAL
-
         return self.attention in LOCAL
 
     @property

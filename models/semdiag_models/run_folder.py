@@ -13,10 +13,19 @@ from typing import Any
 import torch
 
 from semdiag_files import InputError, RunLock, read_bytes, refuse, write_csv
-from semdiag_models.attention import DRAWN
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
-from semdiag_models.training import DivergedError, Progress, Trainer, set_random_state, stackable, train_together
+from semdiag_models.kinds import DRAWN
+from semdiag_models.train import (
+    HISTORY_COLUMNS,
+    DivergedError,
+    Progress,
+    Trainer,
+    random_state,
+    set_random_state,
+    stackable,
+    train_together,
+)  # fmt: skip
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
@@ -40,7 +49,7 @@ def open_run(
         trainer = Trainer(model, training, device)
         try:
             if saved is not None:
-                trainer.restore(saved)
+                restore(trainer, saved)
         except InputError as error:
             raise InputError(f"{last} cannot be resumed: {error}") from None
         try:
@@ -80,6 +89,42 @@ def _values(model: ModelConfig, training: TrainingConfig) -> list[tuple[str, obj
     if text:
         text["model"] = hashlib.sha256(text["model"].encode()).hexdigest()[:8]
     return [*model.to_dict().items(), *values.items(), *text.items()]
+
+
+def snapshot(trainer: Trainer, provenance: dict[str, Any], resumable: bool) -> Checkpoint:
+    """Return a snapshot; a resumable one has the states of the generators and of the optimiser, too."""
+    memory = trainer.optimizer.state if trainer.optimizer and resumable else {}
+    states = {name: dict(memory[p]) for name, p in trainer.encoder.named_parameters() if memory.get(p)}
+    state = trainer.encoder.state_dict()
+    rng = random_state(trainer.device) if resumable else {}
+    return Checkpoint(
+        trainer.config, trainer.training, state, trainer.epoch, trainer.history, rng, provenance, states
+    )
+
+
+def restore(trainer: Trainer, saved: Checkpoint) -> None:
+    """Continue from a snapshot."""
+    if set(saved.history) != set(HISTORY_COLUMNS) or "cpu" not in saved.rng:
+        raise InputError("history or random state is missing. A run's own last.pt has both.")
+    trainer.encoder.load_state_dict(saved.state)
+    trainer.epoch = saved.epoch
+    trainer.history = saved.history
+    parameters = dict(trainer.encoder.named_parameters())
+    if saved.optimizer_state:
+        if trainer.optimizer is None or saved.optimizer_state.keys() != parameters.keys():
+            raise InputError("the optimiser's state does not fit the model's parameters.")
+        scalar_device = trainer.device if trainer.device.type == "cuda" else "cpu"  # of the number of steps
+        for name, values in saved.optimizer_state.items():
+            for quantity, value in values.items():
+                if value.shape not in (parameters[name].shape, torch.Size([])) or not value.is_floating_point():
+                    raise InputError(f"the optimiser's {quantity!r} of {name!r} does not fit the model.")
+                device = trainer.device if value.ndim else scalar_device
+                trainer.optimizer.state[parameters[name]][quantity] = value.to(device, copy=True)
+    try:
+        set_random_state(saved.rng)
+        trainer.rng = random_state(trainer.device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"its random state is damaged ({error}).") from None
 
 
 def open_seed_runs(
@@ -164,7 +209,7 @@ def _start_run(folder: Path, trainer: Trainer, provenance: dict[str, Any]) -> Ca
 
     def save(*names: str) -> None:
         for name in names:  # a run resumes from the last one
-            write_checkpoint(folder / f"{name}.pt", trainer.checkpoint(provenance, resumable=name == "last"))
+            write_checkpoint(folder / f"{name}.pt", snapshot(trainer, provenance, resumable=name == "last"))
 
     def write_history() -> None:
         write_csv(folder / "history.csv", [trainer.history, *zip(*trainer.history.values(), strict=True)])

@@ -19,8 +19,9 @@ from semdiag_files.workers import TICK, Workers
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint
 from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type
 from semdiag_models.run_folder import open_run, run_name, train_seed_runs
-from semdiag_models.tasks import Task, Text, configure, find_task, listops, open_text, task_of
-from semdiag_models.training import DivergedError, Trainer, ended, find_device
+from semdiag_models.tasks import Task, configure, find_task, listops_task, task_of
+from semdiag_models.text import Text, open_text
+from semdiag_models.train import DivergedError, Trainer, ended, find_device
 
 MOST_RUNS = 100_000  # largest number of runs of one file
 _MOST_PROBLEMS = 20  # largest number of problems that are told
@@ -117,7 +118,7 @@ def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text
         refuse(odd, f"{next(iter(extra), '')} belongs to the task {home}. Got task {name!r}.")
     law = ListOpsTrees(**trees) if trees else None
     if law is not None:
-        task = listops(law)
+        task = listops_task(law)
         values.setdefault("length", law.longest)
     epochs = values.get("epochs", task.recipe.epochs)
     values["snapshots"] = [epoch for epoch in values.get("snapshots", ()) if epoch <= epochs]

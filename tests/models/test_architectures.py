@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from semdiag_models import ModelConfig
-from semdiag_models.attention import dropped_positions, random_priorities
 from semdiag_models.config import ACTIVATIONS
-from semdiag_models.encoder import Encoder
+from semdiag_models.fast_attention import dropped_positions
+from semdiag_models.model import Encoder
+from semdiag_models.selection import random_priorities
 
 PAD, LENGTH = 4, 8
 TOKENS = torch.tensor([[0, 3, 1, 2, 2, 0, 1], [3, 1, 1, 0, PAD, PAD, PAD]])  # one shorter than the longest input

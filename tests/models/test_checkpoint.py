@@ -11,7 +11,7 @@ import torch
 
 from semdiag_files import InputError
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, read_plain, sha256, write_checkpoint
-from semdiag_models.encoder import Encoder
+from semdiag_models.model import Encoder
 
 HEAD = "head.weight"
 

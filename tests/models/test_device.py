@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from semdiag_files import InputError
-from semdiag_models import training as device
-from semdiag_models.training import find_device, with_float64
+from semdiag_models import train as device
+from semdiag_models.train import find_device, with_float64
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 from numpy.random import Generator, Philox
 from scipy.stats import chisquare
 
-from semdiag_models import attention as module
-from semdiag_models.attention import dropout, dropped_positions
+from semdiag_models import fast_attention as module
+from semdiag_models.fast_attention import dropout, dropped_positions
 
 ERRORS = 4.5  # standard errors
 

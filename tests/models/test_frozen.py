@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from semdiag_files import InputError
 from semdiag_models import ModelConfig, TrainingConfig, find_task
 from semdiag_models.checkpoint import read_checkpoint
-from semdiag_models.encoder import Encoder
+from semdiag_models.model import Encoder
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweep import configure, identity, name_run, read_sweep
 from semdiag_models.tasks import draw_data
-from semdiag_models.training import Trainer, random_state, set_random_state
+from semdiag_models.train import Trainer, random_state, set_random_state
 
 CPU = torch.device("cpu")
 FROZEN = {"frozen": ("qk",)}

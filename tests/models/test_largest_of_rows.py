@@ -8,7 +8,7 @@ import pytest
 
 CODE = """
 import torch
-from semdiag_models.largest_of_rows import largest_of_rows
+from semdiag_models.cuda_steps import largest_of_rows
 
 for dtype in (torch.float32, torch.float64):
     scores = torch.randn(2, 3, 37, dtype=dtype)

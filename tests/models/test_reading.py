@@ -9,9 +9,9 @@ import torch
 
 from semdiag_files import InputError, files
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, read_plain, write_checkpoint
-from semdiag_models.encoder import Encoder
+from semdiag_models.model import Encoder
 from semdiag_models.sweep import read_settings
-from semdiag_models.tasks.text import read_lines
+from semdiag_models.text import read_lines
 
 
 @pytest.fixture

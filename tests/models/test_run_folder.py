@@ -6,10 +6,10 @@ import torch
 
 from semdiag_files import InputError
 from semdiag_models import run_folder as module
-from semdiag_models import training
+from semdiag_models import train
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
 from semdiag_models.run_folder import open_run, processor, run_name, train_run
-from semdiag_models.training import DivergedError
+from semdiag_models.train import DivergedError
 
 CPU = torch.device("cpu")
 
@@ -396,9 +396,9 @@ def test_on_a_cpu_a_compiled_run_is_refused_but_goes_on(run, folder, tiny_model,
     with pytest.raises(InputError, match=r"slower on a CPU\. Leave out --compile\.$"):
         run(compiled=True)
     assert not folder.exists()
-    monkeypatch.setattr(training.torch, "compile", lambda encoder: encoder)
+    monkeypatch.setattr(train.torch, "compile", lambda encoder: encoder)
     folder.mkdir(parents=True)
-    begun = training.Trainer(tiny_model(attention="topk", k=3, dropout=0.1), tiny_training(compiled=True), CPU)
+    begun = train.Trainer(tiny_model(attention="topk", k=3, dropout=0.1), tiny_training(compiled=True), CPU)
     train_run(folder, begun, {"command": "x"})
     assert run(resume=True, compiled=True, epochs=4).epoch == 4
     assert run(resume=True, epochs=5).epoch == 5

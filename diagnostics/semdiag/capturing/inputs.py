@@ -21,7 +21,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.pretrained import check_files, find_folder, first_line, silent, transformers_for
 from semdiag_files import InputError, check_packed, counted, open_file, require_memory
 from semdiag_models.checkpoint import read_plain
-from semdiag_models.tasks.text import read_lines
+from semdiag_models.text import read_lines
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
 # Largest number of characters per token, plus a margin, to tokenise: no tokenizer needs more.

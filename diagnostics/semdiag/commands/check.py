@@ -129,7 +129,7 @@ def _out_of_reach() -> str:
     """Return which tasks local attention cannot represent, at the recipes' lengths and blocks."""
     from semdiag.measuring.reach import cannot_represent
     from semdiag_models import TASKS, configure
-    from semdiag_models.attention import LOCAL
+    from semdiag_models.kinds import LOCAL
 
     limits = []
     for kind in LOCAL:
@@ -185,7 +185,7 @@ def info(
 
     from semdiag.capturing.loading import describe, load_all
     from semdiag.commands.measuring import read_config
-    from semdiag_models.tasks import perplexity
+    from semdiag_models.text import perplexity
 
     (loaded,) = load_all([model], read_config(config), head)
     last = {name: column[-1] for name, column in loaded.history.items() if column}

@@ -346,7 +346,7 @@ _MANY = 4  # checkpoints that are worth the start of other processes
 def _several_cores(device: str) -> bool:
     """Return whether models are measured on a CPU with more than one core."""
     from semdiag_files.workers import cores
-    from semdiag_models.training import find_device
+    from semdiag_models.train import find_device
 
     return find_device(device).type == "cpu" and cores() > 1
 
@@ -391,7 +391,7 @@ def _with_divided_masks(
 ) -> "Conditions | None":
     """Return conditions whose plans divide the masks of a single model among processes; None if none does."""
     from semdiag.questions.k_sweep import KSweepPlan
-    from semdiag_models.training import find_device
+    from semdiag_models.train import find_device
 
     if len(loaded) != 1 or jobs is None or jobs < 2 or find_device(conditions.device).type != "cpu":
         return None

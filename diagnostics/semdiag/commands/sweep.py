@@ -72,7 +72,7 @@ def sweep(
     """
     from semdiag.commands.printing import print_plan, print_results
     from semdiag_models.sweep import read_sweep
-    from semdiag_models.training import find_device
+    from semdiag_models.train import find_device
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
@@ -111,7 +111,7 @@ def _workers(
 
         return RayWorkers(ray, gpus_per_run, jobs, train_order)
     from semdiag_files.workers import LocalWorkers
-    from semdiag_models.training import find_device, training_memory
+    from semdiag_models.train import find_device, training_memory
 
     on_cpu = find_device(device).type == "cpu"
     sizes = [sum(training_memory(run.model, run.training, on_cpu) for run in group) for group in groups]

@@ -43,7 +43,7 @@ def result(
 ) -> RunResult:  # fmt: skip
     """Return a run's row, from its folder or, if that is not finished, from its record; keep a record of it."""
     from semdiag_models.sweep import inspect
-    from semdiag_models.training import ended
+    from semdiag_models.train import ended
 
     problem, recorded, saved = "" if outcome is None else outcome.problem, None, None
     try:
@@ -78,7 +78,7 @@ def read_history(path: Path, content: Any, run: "SweepRun") -> dict[str, list[fl
     """Return the history in a run's record, which stands at a path."""
     from semdiag_models import ModelConfig, TrainingConfig
     from semdiag_models.sweep import identity
-    from semdiag_models.training import HISTORY_COLUMNS
+    from semdiag_models.train import HISTORY_COLUMNS
 
     try:
         refuse(content["schema"] != SCHEMA, f"its schema is {content['schema']!r}")

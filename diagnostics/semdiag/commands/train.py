@@ -18,7 +18,7 @@ from semdiag.presenting.terminal import Minutes, say, tell, terminal
 if TYPE_CHECKING:
     from semdiag_models import Text
     from semdiag_models.tasks import Classification
-    from semdiag_models.training import Progress, Trainer
+    from semdiag_models.train import Progress, Trainer
 
 
 class TimedBar(ABC):
@@ -67,7 +67,7 @@ class TimedBar(ABC):
 
 def summarise(trainer: "Trainer", several: bool) -> None:
     """Print the result of a run."""
-    from semdiag_models.tasks.text import unigram_perplexity
+    from semdiag_models.text import unigram_perplexity
 
     history, until = trainer.history, trainer.training.until
     stopped = ""
@@ -93,7 +93,7 @@ def summarise(trainer: "Trainer", several: bool) -> None:
 
 
 def _perplexities(row: Mapping[str, float]) -> str:
-    from semdiag_models.tasks import perplexity
+    from semdiag_models.text import perplexity
 
     return f"perplexity train {perplexity(row['train_loss']):.1f} held-out {perplexity(row['holdout_loss']):.1f}"
 
@@ -235,7 +235,7 @@ def train(
 
     from semdiag_files import InputError
     from semdiag_models import Text, configure, find_task, open_run, open_seed_runs, run_name
-    from semdiag_models.training import find_device
+    from semdiag_models.train import find_device
 
     if resume and overwrite:
         raise InputError("--resume and --overwrite cannot be used together.")

@@ -35,7 +35,7 @@ from semdiag.measuring.training_runs import setting_in_words
 from semdiag.measuring.words import counted
 from semdiag_files import InputError
 from semdiag_models import TASKS, Encoder
-from semdiag_models.training import find_device
+from semdiag_models.train import find_device
 
 
 def measure(

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from semdiag.mathematics.score_strips import as_mask
 from semdiag_models import Task
-from semdiag_models.attention import ATTENTIONS
 from semdiag_models.config import ModelConfig
-from semdiag_models.encoder import Attention
-from semdiag_models.tasks.sampling import MODULUS, POP, PUSH_0
+from semdiag_models.kinds import ATTENTIONS
+from semdiag_models.model import Attention
+from semdiag_models.tasks import MODULUS, POP, PUSH_0
 
 LONGEST = 256  # longest input that is examined
 _TRIED = 1000  # number of sets of inputs that are tried

@@ -27,7 +27,7 @@ from semdiag.measuring.table import REMARKS
 from semdiag.measuring.words import counted
 from semdiag_files import InputError
 from semdiag_models import Encoder
-from semdiag_models.training import find_device, with_float64
+from semdiag_models.train import find_device, with_float64
 
 if TYPE_CHECKING:
     from semdiag_files.workers import Workers

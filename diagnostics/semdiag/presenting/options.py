@@ -10,9 +10,11 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from semdiag_models import kinds
+
 TASKS = ("parity", "even-pairs", "missing-duplicate", "stack-manipulation", "cycle-navigation",
          "modular-arithmetic", "solve-equation", "listops", "text")  # fmt: skip
-ATTENTIONS = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
+ATTENTIONS = tuple(kinds.ATTENTIONS)
 LISTS = ("tasks", "attentions", "metrics")
 SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
 _MOST = 200  # number of runs offered

@@ -164,7 +164,7 @@ def test_divergence_is_one_line_and_keeps_the_last_good_epoch(semdiag, tmp_path)
 
 def test_an_interruption_saves_says_so_and_can_be_resumed(semdiag, tmp_path, monkeypatch):
     semdiag("train", "even-pairs", *TINY, "--out", "whole")
-    from semdiag_models.training import Trainer
+    from semdiag_models.train import Trainer
 
     evaluate = Trainer.evaluate
     calls = []

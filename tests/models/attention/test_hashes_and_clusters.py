@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_keys import select_keys, vectors
 
-from semdiag_models.attention import (
+from semdiag_models.fast_attention import selected_attention
+from semdiag_models.selection import (
     bucket_codes,
     cosines_to,
     distinct,
     first_centroids,
-    follow,
     hash_directions,
-    selected_attention,
+    move_centroids,
 )
 
 CPU = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_planted_clusters_are_recovered():
     centroids = F.normalize(directions + 0.2 * torch.randn_like(directions), dim=-1)[None].clone()
     assert (cosines_to(centroids, directions[None]).argmax(-1) == torch.arange(4)).all()
     for _ in range(200):
-        follow(centroids, q, keys, None, 0.9)
+        move_centroids(centroids, q, keys, None, 0.9)
     both = F.normalize(torch.cat([q, keys], 2), dim=-1)[:, 0]  # (B, 2L, D)
     for cluster in range(4):
         own = both[of.repeat(1, 2) == cluster]
@@ -270,7 +270,7 @@ def test_a_step_moves_every_centroid_to_its_own_and_leaves_one_without_any():
     q = torch.tensor([[[[5.0, 0.0], [0.0, 2.0]]]], dtype=torch.float64)
     keys = torch.tensor([[[[3.0, 4.0], [9.0, 9.0]]]], dtype=torch.float64)
     valid = torch.tensor([[True, True]])
-    follow(centroids, q, keys, valid, 0.75)
+    move_centroids(centroids, q, keys, valid, 0.75)
     unit = [(1.0, 0.0), (0.0, 1.0), (0.6, 0.8), (0.5**0.5, 0.5**0.5)]
     own = {
         0: [unit[0], unit[3]],
@@ -290,8 +290,8 @@ def test_padding_does_not_move_centroids():
     other_q, other_keys = q.clone(), keys.clone()
     other_q[0, :, 4:], other_keys[0, :, 4:] = 9, -9
     one, other = centres(), centres()
-    follow(one, q, keys, valid, 0.5)
-    follow(other, other_q, other_keys, valid, 0.5)
+    move_centroids(one, q, keys, valid, 0.5)
+    move_centroids(other, other_q, other_keys, valid, 0.5)
     assert torch.equal(one, other)
 
 

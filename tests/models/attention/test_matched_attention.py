@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 
-from semdiag_models import attention as attention_module
+from semdiag_models import fast_attention as attention_module
 from semdiag_models.checkpoint import read_checkpoint
 from semdiag_models.config import ModelConfig
-from semdiag_models.encoder import AttentionCore, Encoder
+from semdiag_models.model import AttentionCore, Encoder
 from semdiag_models.run_folder import open_run, open_seed_runs, train_run
 
 CPU = torch.device("cpu")

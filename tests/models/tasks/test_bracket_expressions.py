@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from semdiag_models.tasks.sampling import draw_expressions
+from semdiag_models.tasks import draw_expressions
 
 SYMBOLS = (*"01234", "+", "-", "*", "(", ")")
 

@@ -8,8 +8,8 @@ from scipy.stats import chi2_contingency
 
 from semdiag_files import InputError
 from semdiag_models.config import ListOpsTrees
-from semdiag_models.tasks import TASKS, listops
-from semdiag_models.tasks.sampling import TreeWriter
+from semdiag_models.listops import TreeWriter
+from semdiag_models.tasks import TASKS, listops_task
 
 TASK = TASKS["listops"]
 LAW = TreeWriter(ListOpsTrees(), np.random.default_rng(0))
@@ -110,7 +110,7 @@ def test_padding_is_on_the_right_up_to_the_asked_length():
 
 
 def test_a_variant_keeps_to_its_lengths_depth_and_arities(label_of):
-    task = listops(ListOpsTrees(shortest=50, longest=100, max_depth=5, min_arity=3, max_arity=6))
+    task = listops_task(ListOpsTrees(shortest=50, longest=100, max_depth=5, min_arity=3, max_arity=6))
     tokens, labels = task.sample(1000, 100, torch.Generator().manual_seed(0))
     lengths = (tokens != PAD).sum(1)
     assert lengths.min() >= 50
@@ -129,14 +129,14 @@ def test_a_variant_keeps_to_its_lengths_depth_and_arities(label_of):
 
 
 def test_duplicates_are_dropped_until_every_string_has_come():
-    task = listops(ListOpsTrees(shortest=4, longest=4, max_depth=2))
+    task = listops_task(ListOpsTrees(shortest=4, longest=4, max_depth=2))
     tokens, _ = task.sample(400, 4, torch.Generator().manual_seed(0))
     everything = {(o, a, b, CLOSER) for o in (MIN, MAX, MED, SM) for a in range(10) for b in range(10)}
     assert {tuple(row) for row in tokens.tolist()} == everything
 
 
 def test_more_samples_than_there_are_strings_are_refused():
-    task = listops(ListOpsTrees(shortest=4, longest=4, max_depth=2))
+    task = listops_task(ListOpsTrees(shortest=4, longest=4, max_depth=2))
     with pytest.raises(
         InputError, match=r"^listops with 4 to 4 tokens.* gave 400 different strings only, not n=401\.$"
     ):
@@ -161,6 +161,6 @@ def test_impossible_parameters_are_refused(parameters, message):
 
 @pytest.mark.parametrize("parameters", [(2, 3), (501, 599, 2), (5, 9, 1)])
 def test_parameters_that_leave_no_string_are_refused(parameters):
-    task = listops(ListOpsTrees(*parameters))
+    task = listops_task(ListOpsTrees(*parameters))
     with pytest.raises(InputError, match="has no string"):
         task.sample(1, 600, torch.Generator().manual_seed(0))

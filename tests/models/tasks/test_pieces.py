@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semdiag_files import InputError
-from semdiag_models.tasks.text import TOKENIZERS, encode, read_lines, train_tokenizer
+from semdiag_models.text import TOKENIZERS, encode, read_lines, train_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 

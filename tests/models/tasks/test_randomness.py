@@ -1,6 +1,6 @@
 import torch
 
-from semdiag_models.tasks.sampling import numpy_generator
+from semdiag_models.listops import numpy_generator
 
 
 def test_each_call_takes_a_fresh_seed_from_the_generator():

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag_models.tasks import TASKS
-from semdiag_models.tasks.sampling import POP, PUSH_0, PUSH_1
+from semdiag_models.tasks import POP, PUSH_0, PUSH_1, TASKS
 
 TASK = TASKS["stack-manipulation"]
 

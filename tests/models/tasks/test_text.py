@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from semdiag_files import InputError
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TextSource, TrainingConfig
-from semdiag_models.encoder import Encoder
+from semdiag_models.model import Encoder
 from semdiag_models.run_folder import open_run, run_name, train_run
 from semdiag_models.tasks import draw_data, find_task, task_of
-from semdiag_models.tasks.text import Pieces, Text, open_text, perplexity, read_lines, unigram_perplexity, windows
-from semdiag_models.training import Trainer
+from semdiag_models.text import Pieces, Text, open_text, perplexity, read_lines, unigram_perplexity, windows
+from semdiag_models.train import Trainer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from semdiag_files import InputError
-from semdiag_models.tasks.text import read_lines, split_lines
+from semdiag_models.text import read_lines, split_lines
 
 
 @pytest.fixture

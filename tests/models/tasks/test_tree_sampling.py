@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import chi2_contingency
 
 from semdiag_models.config import ListOpsTrees
-from semdiag_models.tasks.sampling import CLOSER, FIRST_OPENER, PAD, TreeWriter
+from semdiag_models.listops import CLOSER, FIRST_OPENER, PAD, TreeWriter
 
 SMALL = ListOpsTrees(shortest=1, longest=20, max_depth=4, min_arity=2, max_arity=10)
 SHORTEST = 10

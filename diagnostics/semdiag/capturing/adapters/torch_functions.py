@@ -21,7 +21,7 @@ from semdiag.capturing.call_strips import allowed_keys
 from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
 from semdiag_models import AttentionCore, Encoder
-from semdiag_models.encoder import Affine, Attention, Block
+from semdiag_models.model import Attention, Block
 
 MECHANISM = "scaled_dot_product_attention"
 
@@ -168,7 +168,7 @@ def _masked(
 
 
 CORE_MECHANISM = "hook"
-_PARTS = Encoder, Block, Affine, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.ModuleList
+_PARTS = Encoder, Block, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.ModuleList
 
 
 def hooked_alone(model: nn.Module) -> bool:
@@ -188,10 +188,10 @@ def core_call(name: str, core: AttentionCore, inputs: Args, mixed: Tensor) -> At
     """Return one call of an :class:`AttentionCore`."""
     q, k, v, scale, queries, selected = inputs
     allowed = None if queries is None else queries[:, None, None, :]
-    if core.apart:
-        apart = torch.ones(1, 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
-        apart[..., 1:, 0] = False
-        allowed = apart if allowed is None else allowed & apart
+    if core.cls_hidden:
+        without_cls = torch.ones(1, 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
+        without_cls[..., 1:, 0] = False
+        allowed = without_cls if allowed is None else allowed & without_cls
     return described(
         q, k, v, mixed, scale=scale, module=name, allowed=allowed, queries=queries, mechanism=CORE_MECHANISM,
         dropout=core.p if core.training else 0.0,

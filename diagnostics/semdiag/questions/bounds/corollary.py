@@ -24,7 +24,7 @@ from semdiag.measuring.findings.estimates import require_every_query
 from semdiag.measuring.findings.findings import Finding, Findings, Pair, Verdict, agreed, differences, diverged
 from semdiag.measuring.measurements import Measurements
 from semdiag.questions.bounds.measure import CONSTANTS
-from semdiag_models.attention import LOCAL
+from semdiag_models.kinds import LOCAL
 
 # Read from the other end where small values are the bad ones: the paper's table of separations.
 PAPER_PERCENTILES = (75, 90, 95, 100)

@@ -26,7 +26,7 @@ from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import ALL, Table, columns_of
 from semdiag.questions.bounds import BoundsPlan
 from semdiag_models import Encoder
-from semdiag_models.training import with_float64
+from semdiag_models.train import with_float64
 
 DIRECTIONS = 2  # random ones, besides the gradient's
 RADIUS = 1e-3  # of a secant, relative to the tensor's Frobenius norm (absolute where that is 0)

@@ -33,7 +33,7 @@ from semdiag.questions.compare import ComparePlan
 from semdiag.questions.k_sweep.rerun import output_notes
 from semdiag_files import InputError, require_memory
 from semdiag_models import Encoder
-from semdiag_models.training import find_device, with_float64
+from semdiag_models.train import find_device, with_float64
 
 COMPARED_OUTPUTS = Table(
     "compared_outputs",

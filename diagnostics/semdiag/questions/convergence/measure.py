@@ -11,7 +11,7 @@ from semdiag.measuring.survey import survey
 from semdiag.measuring.training_runs import TARGET, run_table
 from semdiag.questions.convergence import ConvergencePlan
 from semdiag_files import InputError, unknown_name
-from semdiag_models.training import find_device
+from semdiag_models.train import find_device
 
 
 def convergence_survey(

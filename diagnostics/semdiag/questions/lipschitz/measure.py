@@ -12,7 +12,6 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from semdiag.capturing.attention_calls import BlockCall, watch_blocks
 from semdiag.capturing.loading import LoadedModel
@@ -33,30 +32,14 @@ from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import Table, columns_of
 from semdiag.questions.lipschitz import LipschitzPlan
 from semdiag_files import InputError
-from semdiag_models import AttentionCore, Encoder
-from semdiag_models.attention import plain_selected_attention
-from semdiag_models.training import with_float64
+from semdiag_models import Encoder
+from semdiag_models.train import with_float64
 
 SAMPLES = 20
 _COLUMNS = 2**16  # pairs of tokens whose derivatives are taken, at most: 20 inputs of 57 tokens, one of 256
 # Torch's forward derivatives call something that torch itself deprecates; the words depend on the Python version.
 _TORCH_DEPRECATION = r"`torch\.jit\.script` is (deprecated|not supported in Python 3\.14\+)"
 Row = dict[str, Any]
-
-
-class _PlainCore(AttentionCore):
-    """Attention in operations that have forward derivatives; the same function as the core it replaces."""
-
-    def __init__(self, core: AttentionCore) -> None:
-        super().__init__(core.p, core.everywhere)
-        self.train(core.training)
-
-    def forward(self, *inputs: Any) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return super().forward(*inputs)
-
-    def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
-        return plain_selected_attention(q, k, v, scale, selected)
 
 
 def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator[Row]:
@@ -100,11 +83,11 @@ def plain_attention(block: nn.Module) -> Iterator[None]:
     """Let a block attend in operations that have forward derivatives, inside the context."""
     attention: Any = block.attention
     core = attention.core
-    attention.core = _PlainCore(core)
+    core.fast = False
     try:
         yield
     finally:
-        attention.core = core
+        core.fast = True
 
 
 def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:

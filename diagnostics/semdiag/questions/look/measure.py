@@ -26,7 +26,7 @@ from semdiag.measuring.measure import DTYPES, Conditions, no_attention
 from semdiag.measuring.survey import inputs_of, remarks_on
 from semdiag_files import InputError
 from semdiag_models import Encoder
-from semdiag_models.training import find_device, with_float64
+from semdiag_models.train import find_device, with_float64
 
 LONGEST = 256  # tokens that a page shows
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs")

@@ -120,7 +120,7 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None, listing: Li
     from semdiag.questions.selections.answer import own_answer, own_summary
     from semdiag.selections.own import Saving, own_selections
     from semdiag_files import InputError
-    from semdiag_models.training import find_device
+    from semdiag_models.train import find_device
 
     kind = number_format(format)
     conditions = shared.conditions()

@@ -36,7 +36,7 @@ from semdiag.measuring.words import counted
 from semdiag.questions.stability import NOISE, SAMPLES, SecantsPlan
 from semdiag.questions.stability.gains import QUERIES, measure_gains, spaced
 from semdiag_models import Encoder
-from semdiag_models.training import with_float64
+from semdiag_models.train import with_float64
 
 
 def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from semdiag_files import LARGEST_TEXT, InputError, read_bytes, refuse, unknown_name
 from semdiag_models.config import Recipe, TextSource
-from semdiag_models.tasks.sampling import Samples
+from semdiag_models.listops import Samples
 
 TOKENIZERS = "unigram", "bpe"  # the likeliest cut under a unigram model; merges of the commonest neighbours
 _LARGEST_VOCABULARY = 99_999  # largest vocabulary of a model, without PAD

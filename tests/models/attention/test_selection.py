@@ -10,14 +10,10 @@ from kept_keys import select_keys, vectors
 
 from semdiag_files import InputError
 from semdiag_models import ATTENTIONS, AttentionKind
-from semdiag_models import attention as module
-from semdiag_models.attention import (
-    DRAWN,
-    LOCAL,
-    first_centroids,
-    random_priorities,
-)
-from semdiag_models.encoder import Encoder
+from semdiag_models import fast_attention as module
+from semdiag_models.kinds import DRAWN, LOCAL
+from semdiag_models.model import Encoder
+from semdiag_models.selection import SELECTORS, first_centroids, random_priorities
 
 CPU = torch.device("cpu")
 
@@ -103,15 +99,16 @@ def test_fixed_selections_are_those_of_every_sample_and_head(kind):
     assert (selected == selected[0, 0]).all()
 
 
-@pytest.mark.parametrize("strip", [2**20, 1])
+@pytest.mark.parametrize("strip", [2**20, 1, None])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("k", [1, 3, 10])
 @pytest.mark.parametrize("scale", [0.3, -2.0])
 def test_heavy_hitters_are_those_of_a_stable_sort(monkeypatch, strip, k, padded, scale):
+    """Strip by strip, and without the fast path."""
     monkeypatch.setattr(module, "_STRIP", strip)
     q, keys = vectors()
     valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
-    selected = select_keys("topk", k, q, keys, scale, valid)
+    selected = select_keys("topk", k, q, keys, scale, valid, fast=strip is not None)
     assert selected.dtype == torch.int64
     assert torch.equal(selected, naive_heavy_hitters(q, keys, k, scale, valid))
 
@@ -200,7 +197,7 @@ def test_among_ties_every_choice_has_the_largest_scores_and_no_key_comes_twice()
 def test_in_any_order_the_largest_are_those_of_torch(ties, k):
     scores = torch.randint(4, (5, 6, 7)).float() if ties else torch.randn(5, 6, 7)
     scores[0, 1, 2:] = -torch.inf  # fewer than three keys are allowed
-    (values, positions), wanted = module.largest(scores, k, ordered=False), scores.topk(k, -1)
+    (values, positions), wanted = module.largest(scores, k, in_order=False), scores.topk(k, -1)
     assert torch.equal(scores.gather(-1, positions), values)
     assert torch.equal(values.sort(-1).values, wanted.values.sort(-1).values)
     assert all(len(set(row)) == k for row in positions.flatten(0, 1).tolist())
@@ -230,7 +227,7 @@ def test_a_token_apart_in_front_is_no_ones_key(kind):
     valid = torch.ones(2, 9, dtype=torch.bool)
     valid[1, 7:] = False
     for counted in (None, valid):
-        found = select_keys(kind, 3, q, keys, 0.5, counted, everywhere=(1, 0), apart=True)
+        found = select_keys(kind, 3, q, keys, 0.5, counted, everywhere=(1, 0), cls_hidden=True)
         rest = None if counted is None else counted[:, 1:]
         alone = select_keys(kind, 3, q[:, :, 1:], keys[:, :, 1:], 0.5, rest)
         assert torch.equal(found[:, :, 1:], torch.where(alone < 0, alone, alone + 1))
@@ -248,6 +245,7 @@ INPUT_DEPENDENT |= dict.fromkeys(("topk", "bottomk", "lsh", "routing"), True)
 
 def test_every_kind_is_known_here():
     assert list(ATTENTIONS) == list(INPUT_DEPENDENT)
+    assert set(SELECTORS) == {name for name, kind in ATTENTIONS.items() if not kind.dense}
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -332,7 +330,8 @@ def test_a_new_kind_is_one_function_and_one_line_of_the_table(monkeypatch, tiny_
         length = q.shape[2]
         return (2 * torch.arange(layer.config.k) % length).expand(*q.shape[:3], -1)
 
-    monkeypatch.setitem(ATTENTIONS, "strided", AttentionKind("every second key", "fixed", strided))
+    monkeypatch.setitem(ATTENTIONS, "strided", AttentionKind("every second key", "fixed"))
+    monkeypatch.setitem(SELECTORS, "strided", strided)
     model = Encoder(tiny_model(attention="strided", k=4, dropout=0.0)).double()
     calls = []
     model.attention(0).core.register_forward_hook(lambda _, given, output: calls.append((given, output)))

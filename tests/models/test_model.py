@@ -7,7 +7,7 @@ import torch
 from scipy.stats import kstest
 
 from semdiag_models.config import ModelConfig
-from semdiag_models.encoder import AttentionCore, Encoder
+from semdiag_models.model import AttentionCore, Encoder
 
 KINDS = [("full", None), ("banded", 3), ("block", 4), ("topk", 3)]
 PAD = 4

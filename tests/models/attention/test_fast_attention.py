@@ -4,15 +4,9 @@ import pytest
 import torch
 
 from semdiag_models import ModelConfig
-from semdiag_models import attention as module
-from semdiag_models.attention import (
-    dense_attention,
-    dropped_positions,
-    plain_selected_attention,
-    selected_attention,
-    straight_through_attention,
-)
-from semdiag_models.encoder import Attention, Encoder
+from semdiag_models import fast_attention as module
+from semdiag_models.fast_attention import dense_attention, dropped_positions, selected_attention
+from semdiag_models.model import Attention, Encoder, attend_selected, attend_straight_through
 
 CPU = torch.device("cpu")
 
@@ -235,7 +229,7 @@ def test_the_plain_path_is_the_fast_one_and_so_are_its_gradients(kind, k, padded
     qkv, (q, keys, v) = projected(2)
     selected = select_keys(kind, k, q, keys, SCALE, validity(padded))
     mixed = selected_attention(q, keys, v, SCALE, selected, 0.0)
-    plain = plain_selected_attention(q, keys, v, SCALE, selected)
+    plain = attend_selected(q, keys, v, SCALE, selected)
     torch.testing.assert_close(plain, mixed, rtol=0, atol=1e-12)
     cotangent = torch.randn_like(mixed)
     gradients = [torch.autograd.grad(out, qkv, cotangent)[0] for out in (mixed, plain)]
@@ -249,7 +243,7 @@ def test_the_plain_path_has_forward_derivatives_alone_and_vectorised():
     selected = select_keys("topk", 3, q, keys, SCALE, validity(True))
 
     def mix(*inputs):
-        return plain_selected_attention(*inputs, SCALE, selected)
+        return attend_selected(*inputs, SCALE, selected)
 
     tangents = tuple(torch.randn(5, *t.shape, dtype=t.dtype) for t in inputs)
     several = torch.func.vmap(lambda *t: torch.func.jvp(mix, inputs, t)[1])(*tangents)
@@ -267,7 +261,7 @@ def test_the_plain_path_has_forward_derivatives_alone_and_vectorised():
 def test_the_plain_path_can_be_differentiated_twice():
     inputs = [torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     selected = torch.tensor([[0, 2], [1, -1], [3, 2], [-1, -1]]).expand(1, 2, 4, 2)
-    assert torch.autograd.gradgradcheck(lambda *t: plain_selected_attention(*t, SCALE, selected), inputs)
+    assert torch.autograd.gradgradcheck(lambda *t: attend_selected(*t, SCALE, selected), inputs)
 
 
 # --- straight-through gradients
@@ -296,8 +290,8 @@ def test_forward_is_topk_and_the_scores_learn_by_the_softmax_over_all_keys(kept,
     q, k, v, g, valid = drawn()
     valid = valid if padded else None
     selected = select_keys("topk", kept, q, k, SCALE, valid)
-    found = gradients(lambda *t: straight_through_attention(*t, SCALE, valid, selected, 0.0), q, k, v, g=g)
-    exact = gradients(lambda *t: plain_selected_attention(*t, SCALE, selected), q, k, v, g=g)
+    found = gradients(lambda *t: attend_straight_through(*t, SCALE, valid, selected, 0.0), q, k, v, g=g)
+    exact = gradients(lambda *t: attend_selected(*t, SCALE, selected), q, k, v, g=g)
     for one, other in ((found[0], exact[0]), (found[3], exact[3])):  # output, and gradient of v
         torch.testing.assert_close(one, other, rtol=0, atol=ROUNDING)
 
@@ -315,7 +309,7 @@ def test_a_sample_of_padding_alone_mixes_nothing_and_has_no_gradient():
     q, k, v, g, valid = drawn()
     valid[1] = False
     selected = select_keys("topk", 2, q, k, SCALE, valid)
-    found = gradients(lambda *t: straight_through_attention(*t, SCALE, valid, selected, 0.0), q, k, v, g=g)
+    found = gradients(lambda *t: attend_straight_through(*t, SCALE, valid, selected, 0.0), q, k, v, g=g)
     assert not any(t[1].any() for t in found)
     assert all(t.isfinite().all() and t[0].any() for t in found)
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from semdiag_files import InputError
-from semdiag_models.attention import ATTENTIONS
 from semdiag_models.config import _IN_THE_LABEL, ACTIVATIONS, ModelConfig, TrainingConfig
+from semdiag_models.kinds import ATTENTIONS
 
 MODEL = {"vocabulary_size": 3, "classes": 2, "length": 40}
 TRAINING = {"task": "parity", "length": 40, "epochs": 10}
