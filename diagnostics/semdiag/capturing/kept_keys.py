@@ -188,7 +188,13 @@ class Choice:
         tiled = isinstance(rule, SkipTiles) or getattr(rule, "query_block", 1) > 1
         if tiled or (isinstance(rule, TopK | RandomK) and (self._block > 1 or rule.sinks or rule.window)):
             reach = call_strips.reach_of(call)
-            self._order = call_strips.real_first(reach.real, call) if tiled or self._block > 1 else None
+            blocked = tiled or self._block > 1
+            hidden = call.keys_before > 0 or (call.first_query > 0 and not bool(reach.real[:, 0].all()))
+            if blocked and hidden:
+                raise _unknown(
+                    call, "blocks", "a cache hides its first keys, by padding or by a window of its own"
+                )
+            self._order = call_strips.real_first(reach.real, call) if blocked else None
             if isinstance(rule, TopK | RandomK):
                 self._fix(rule, reach)
             if isinstance(rule, SkipTiles | TopK) and tiled:
@@ -202,12 +208,23 @@ class Choice:
             whole = call.allowed is None and call.selected is None
             if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
                 raise _unknown(call, "sinks", "its first keys are hidden, by padding or by a window of its own")
-            self.sinks = real & (real.cumsum(-1) <= rule.sinks)
+            self.sinks = real & (real.cumsum(-1) + call.keys_before <= rule.sinks)
         if rule.window:
             if not (reach.in_step or call_strips.is_square(call)):  # query i is not the token at first_query + i
                 raise _unknown(call, "a window", "its queries and keys are different tokens, or follow a cache")
             half = rule.window // 2 if isinstance(rule, TopK) and rule.centred and reach.later else None
             self.near = (rule.window - 1,) * 2 if half is None else (half, rule.window - 1 - half)
+
+    @property
+    def remark(self) -> str | None:
+        """What a rule means other than in one pass over the text, where queries follow a cache; None: the same."""
+        if not self.call.first_query or self.whole:
+            return None
+        if self.tiles is not None:
+            return "queries follow a cache: tiles begin at the first new query, not at the text's"
+        if isinstance(self.rule, RandomK):
+            return "queries follow a cache: their keys are drawn anew, other ones than in one pass over the text"
+        return None
 
     @property
     def by_position(self) -> bool:

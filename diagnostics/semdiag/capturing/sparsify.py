@@ -223,6 +223,8 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             call, inputs = as_computed(call, inputs)
         with outside_all_modes(call.q.device.type):
             choice, keys = choices.choice(rule_for(keep, call), call), number_of_keys(call)
+        if choice.remark is not None:
+            masked.audit.remarks[Remark(call.module, choice.remark)] += 1
         output: Tensor | Attended | None = None
         number: Tensor | None = None
         if inputs is not None and reason is None and not choice.whole:

@@ -10,7 +10,7 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.kept_keys import Choice, all_kept
 from semdiag.capturing.masked_attention import in_strips
-from semdiag.capturing.rules import SameAs, SkipTiles, TopK
+from semdiag.capturing.rules import RandomK, SameAs, SkipTiles, TopK
 from semdiag.capturing.sparsify import engine_rule, sparsify
 from semdiag.mathematics.block_estimates import ESTIMATES
 from semdiag.measuring.calls.tile_weights import tiles
@@ -245,3 +245,46 @@ def test_kinds_name_rules():
     assert engine_rule("skip-8-128x64", 1) == SkipTiles(8, 128, 64)
     own = engine_rule("tile-64x64-semdiag.mathematics.block_estimates:quest_estimate", 64)
     assert own.estimate is ESTIMATES["quest"]
+
+
+def step_of(pad=0, keys_before=0):
+    """The last query of a text of 19 tokens, some of them padding in front, after a cache of 18."""
+    call = call_of("causal")
+    allowed = (torch.arange(LENGTH) >= pad)[None, None, None] if pad else None
+    first = LENGTH - 1
+    numbers = {"allowed": allowed, "first_query": first, "keys_before": keys_before}
+    return AttentionCall(**{**vars(call), "q": call.q[:, :, first:], "mixed": call.q[:, :, first:], **numbers})
+
+
+BLOCKED = [TopK(2, block=4), TopK(2, block=4, query_block=2), SkipTiles(1.0, 2, 4)]
+
+
+@pytest.mark.parametrize("rule", BLOCKED, ids=repr)
+@pytest.mark.parametrize(("pad", "before"), [(5, 0), (0, 3)])
+def test_blocks_behind_a_cache_that_hides_first_keys_are_refused(rule, pad, before):
+    """They counted from the padding: another choice than in one pass over the text."""
+    with pytest.raises(InputError, match="a cache hides its first keys"):
+        Choice(rule, step_of(pad, before))
+
+
+def test_blocks_of_a_query_behind_a_cache_are_those_of_one_pass():
+    whole, _ = all_kept(Choice(TopK(2, block=4), call_of("causal")))
+    step, _ = all_kept(Choice(TopK(2, block=4), step_of()))
+    assert torch.equal(step[:, :, 0], whole[:, :, -1])
+
+
+@pytest.mark.parametrize(
+    ("rule", "other"),
+    [(TopK(2, block=4), False), (TopK(3), False), (RandomK(3), True), (BLOCKED[1], True)],
+    ids=repr,
+)
+def test_rules_that_mean_something_else_behind_a_cache_say_so(rule, other):
+    assert (Choice(rule, step_of()).remark is not None) is other
+    assert Choice(rule, call_of("causal")).remark is None
+
+
+@pytest.mark.parametrize("before", [0, 1, 5])
+def test_first_keys_that_a_cache_has_dropped_are_no_sinks(before):
+    kept, _ = all_kept(Choice(TopK(0, sinks=2, window=1), step_of(keys_before=before)))
+    sinks = [j for j in range(LENGTH) if j + before < 2]
+    assert kept[0, 0, 0].nonzero()[:, 0].tolist() == [*sinks, LENGTH - 1]

@@ -315,7 +315,7 @@ def _changed(
     arguments = dict(zip(_argument_names(name, is_method), args, strict=False)) | kwargs
     first = arguments.get("input") is scores
     dtype = result.dtype
-    other = arguments.get("other") if first else arguments.get("input")
+    other: Any = arguments.get("other") if first else arguments.get("input")
     if name not in _VIEWS:  # another operand may bring axes
         if result.shape[-2:] != scores.shape[-2:]:
             raise UntraceableError
