@@ -108,7 +108,9 @@ def imported_function(spec: str) -> Callable[..., Any]:
     with _current_folder_first():
         try:
             module = importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # the user's code may do anything when imported
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's code may do anything when imported
             place = f" It is looked for in {Path.cwd().name}/, the current folder, and among installed packages."
             missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
             raise InputError(f"{name} cannot be imported ({_described(error)}).{place * missing}") from error
@@ -125,9 +127,9 @@ def build(spec: str) -> tuple[nn.Module, Any]:
     with _current_folder_first():
         try:
             built = factory()
-        except InputError:
+        except (InputError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise InputError(f"{spec} failed ({_described(error)}). It is called without arguments.") from error
     model, batches = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):
@@ -144,6 +146,10 @@ def in_evaluation_mode(module: nn.Module) -> nn.Module:
     except NotImplementedError:
         for part in module.modules():
             part.training = False
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the user's code
+        raise InputError(f"{type(module).__name__}.eval() failed ({_described(error)}).") from error
     return module
 
 
@@ -154,7 +160,8 @@ def _current_folder_first() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(here)
+        with suppress(ValueError):  # the user's code may have edited the path
+            sys.path.remove(here)
 
 
 def _described(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -22,7 +23,7 @@ from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 from semdiag.presenting import options
 from semdiag.presenting.question import SAMPLING, Asked, Question
-from semdiag.presenting.terminal import beside_json, say, speak_any_language, tell
+from semdiag.presenting.terminal import apart_from_json, beside_json, say, speak_any_language, tell
 from semdiag.questions import registry
 from semdiag.questions.registry import QUESTIONS
 
@@ -92,7 +93,8 @@ def _report(
         few = {"probe_samples": _PROBE_SAMPLES, "k_lowers": "k" not in shared.typed}
         conditions = shared.conditions(keep_queries, k=ks, plans=plans, **few)
         findings, loaded = shared.measured(values["models"], conditions, keep_queries=keep_queries)
-        look = one_text_page(loaded, conditions)
+        with apart_from_json(values["as_json"]):
+            look = one_text_page(loaded, conditions)
     models = [str(model) for model in findings.measurements.models["model"]]
     folder = shared.folder or output_folder("report", models, values["out"])
     try:
@@ -187,6 +189,18 @@ _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 
 _LONGEST = 2000  # characters of a message
 _BROKEN_PIPE = 141
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "scipy",
+    "pandas",
+    "pyarrow",
+    "seaborn",
+    "matplotlib",
+    "jinja2",
+    "filelock",
+    "joblib",
+)
 _OWN_ERROR = 70  # EX_SOFTWARE of sysexits.h
 
 
@@ -267,6 +281,7 @@ def _options(
 def main() -> None:
     """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted."""
     speak_any_language()
+    os.environ["MPLBACKEND"] = "agg"  # figures become files, whatever the user's programs show them with
     debug = "--debug" in sys.argv[1:]
     sys.argv = [word for word in sys.argv if word != "--debug"]  # it may stand anywhere; no command takes it
     RepeatedOptions.whole = "--help-all" in sys.argv[1:]
@@ -286,7 +301,10 @@ def main() -> None:
         _leave_unread()
     except SystemExit as left:
         if not isinstance(left.__context__, BrokenPipeError):
-            raise
+            *_, (last, _) = traceback.walk_tb(left.__traceback__)
+            if last.f_globals["__name__"].partition(".")[0] in ("typer", "click", "rich"):  # completion of words
+                raise
+            _refuse(f"The model's code ended the program ({_raised(left)}).")
         _leave_unread()  # Typer and rich exit like this, with the exit code of a failed check
     except UnicodeEncodeError as error:
         other = "" if sys.getfilesystemencoding() == "utf-8" else ", or set PYTHONUTF8=1 if it is UTF-8"
@@ -298,12 +316,16 @@ def main() -> None:
         errors = sys.modules.get("semdiag_files.errors")
         if errors is not None and isinstance(error, errors.InputError):
             _refuse(str(error))
+        if isinstance(error, ModuleNotFoundError) and error.name in _LIBRARIES:
+            _refuse(f"{error.name} is not installed. Install it with: pip install {error.name}")
         if "device-side assert" in str(error):  # CUDA tells of an index later, wherever that may be, and not which
             _refuse(
                 "An index lies outside its table on the GPU, most often a token beyond the model's vocabulary. "
                 "The same command with --device cpu says which."
             )
         _give_up(error, debug)
+    except BaseException as error:  # of no kind that a library would raise
+        _refuse(f"The model's code ended the program ({_raised(error)}).")
     else:
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -313,6 +335,13 @@ def _explain(error: _UsageError) -> NoReturn:
         sys.exit(0)
     where = "semdiag" if error.ctx is None else error.ctx.command_path
     _refuse(f"{error.format_message()} See: {where} --help")
+
+
+def _raised(error: BaseException) -> str:
+    """Return what was raised, and where."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
+    return f"{text}, in {last.name}, line {last.lineno} of {Path(last.filename).name}"
 
 
 def _leave_unread() -> NoReturn:
@@ -325,11 +354,8 @@ def _leave_unread() -> NoReturn:
 def _give_up(error: Exception, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exception(error)
-    *_, last = traceback.extract_tb(error.__traceback__)
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ")
     more = "" if debug else ", with what the same command prints with --debug"
-    place = f"{last.name}, line {last.lineno} of {Path(last.filename).name}"
-    tell(f"semdiag: an error of semdiag itself, not of your input: {said} (in {place}). Please report it{more}.")
+    tell(f"semdiag: an error of semdiag itself, not of your input: {_raised(error)}. Please report it{more}.")
     sys.exit(_OWN_ERROR)
 
 

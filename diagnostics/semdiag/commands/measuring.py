@@ -152,7 +152,7 @@ class Asked:
         from semdiag.measuring.survey import survey
         from semdiag.measuring.words import counted
         from semdiag.presenting.progress import Stages
-        from semdiag.presenting.terminal import tell
+        from semdiag.presenting.terminal import apart_from_json, tell
         from semdiag.reporting.folder import reserved
         from semdiag.reporting.page import diverged_sentences
         from semdiag_files import InputError
@@ -168,7 +168,10 @@ class Asked:
         if against is not None:
             paths = _with_reference(paths, against)
         stages_each = 1 + len(conditions.plans) + more_stages
-        with Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar:
+        with (
+            apart_from_json(self.values.get("as_json", False)),
+            Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar,
+        ):
             loaded = load_all(paths, conditions.config, conditions.head)
             if "out" in self.values:
                 folder = output_folder(self.question.name, [model.path for model in loaded], self.values["out"])

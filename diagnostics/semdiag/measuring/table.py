@@ -129,6 +129,7 @@ def read_parquet(path: Path) -> pd.DataFrame:
         opened = pq.ParquetFile(file)
         known = opened.metadata
         columns = [known.schema.column(c) for c in range(known.num_columns)]
+        _check_columns(known.num_columns)
         if any(map(pa.types.is_nested, opened.schema_arrow.types)):
             raise ValueError("It has columns of lists or structs.")  # one row could hold any number of values
         # Not .column(c): on damaged metadata of a chunk, it ends the process
@@ -241,10 +242,13 @@ def csv_text(table: pd.DataFrame, header: bool = True) -> str:
 
 def from_csv_text(content: bytes) -> pd.DataFrame:
     r"""Undo :func:`csv_text`; escapes stay escapes."""
-    cells = 1 + max(line.count(b",") for line in content.splitlines() or [b""])
-    if cells > _MOST_COLUMNS:
-        raise ValueError(f"a line has {cells:,} cells; a table has up to {_MOST_COLUMNS:,} columns")
+    _check_columns(1 + max(line.count(b",") for line in content.splitlines() or [b""]))
     return _with_texts(pd.read_csv(BytesIO(content)), from_csv_cell)
+
+
+def _check_columns(columns: int) -> None:
+    if columns > _MOST_COLUMNS:
+        raise ValueError(f"a line has {columns:,} cells; a table has up to {_MOST_COLUMNS:,} columns")
 
 
 def _with_texts(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
@@ -34,6 +34,13 @@ def beside_json(as_json: bool) -> Iterator[None]:
         yield
     finally:
         _JSON_ON_STDOUT.reset(before)
+
+
+@contextmanager
+def apart_from_json(as_json: bool) -> Iterator[None]:
+    """Print on stderr, inside the context, what a model's own code prints, if stdout is for JSON."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        yield
 
 
 def results_on_stderr() -> bool:

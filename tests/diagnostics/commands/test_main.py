@@ -180,8 +180,22 @@ def test_a_reader_who_has_seen_enough_ends_the_program_without_a_word(monkeypatc
     assert sys.stderr.closed
 
 
-def test_who_leaves_by_itself_leaves_with_its_own_code(program):
-    assert program(SystemExit(3)).code == 3
+def test_who_leaves_by_itself_is_named(program):
+    outcome = program(SystemExit(3))
+    assert outcome.code == 2
+    assert outcome.err.startswith("semdiag: The model's code ended the program (SystemExit: 3, in ")
+
+
+def test_completion_of_words_leaves_with_its_own_code(program, monkeypatch):
+    from typer import completion
+
+    monkeypatch.setitem(completion.__dict__, "leave", lambda: sys.exit(0))
+    exec("def leave(): raise SystemExit(0)", completion.__dict__)  # as Typer's own functions do
+    monkeypatch.setattr(module, "app", lambda standalone_mode: completion.leave())
+    monkeypatch.setattr(sys, "argv", ["semdiag"])
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    assert left.value.code == 0
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -11,7 +11,7 @@ import pytest
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements, write_sums
 from semdiag.measuring.survey import survey
-from semdiag.measuring.table import TABLES, column_types
+from semdiag.measuring.table import TABLES, column_types, from_csv_text, read_parquet
 from semdiag.questions.bounds.measure import CONSTANTS, BoundsPlan
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
@@ -353,3 +353,19 @@ def test_a_copy_has_every_table(with_theory, again):
 def test_nothing_cannot_be_joined():
     with pytest.raises(InputError, match=r"^There are no measurements to join\.$"):
         Measurements.concat([])
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_of_ten_thousand_columns_is_read_and_one_more_is_refused(kind, tmp_path):
+    for columns in (10_000, 10_001):
+        table = pd.DataFrame([range(columns)], columns=[f"c{n}" for n in range(columns)])
+        if kind == "parquet":
+            table.to_parquet(tmp_path / "t.parquet")
+            read, source = read_parquet, tmp_path / "t.parquet"
+        else:
+            read, source = from_csv_text, table.to_csv(index=False).encode()
+        if columns == 10_000:
+            assert read(source).shape == (1, columns)
+        else:
+            with pytest.raises(ValueError, match=r"10,001 cells; a table has up to 10,000"):
+                read(source)

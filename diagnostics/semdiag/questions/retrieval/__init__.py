@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 TASKS = "passkey", "keys", "variables", "induction"  # described in docs/commands/retrieval.md
 
 
+_BYTES = 40  # a token of a text, while it is made
+
+
 @dataclass(frozen=True)
 class RetrievalPlan(Plan):
     """Which texts are made, and with which masks the model reads them."""
@@ -40,7 +43,7 @@ class RetrievalPlan(Plan):
 
     def __post_init__(self) -> None:
         from semdiag.questions.k_sweep.budgets import check_kinds
-        from semdiag_files import InputError, unknown_name
+        from semdiag_files import InputError, require_memory, unknown_name
 
         for task in self.tasks:
             if task not in TASKS:
@@ -50,6 +53,8 @@ class RetrievalPlan(Plan):
             raise InputError("Retrieval takes at least one task, kind, k, length and depth each.")
         if min(*self.ks, self.samples) < 1 or not all(0 <= depth <= 1 for depth in self.depths):
             raise InputError(f"k and the number of texts are at least 1, depths from 0 to 1. Got {self}.")
+        texts = len(self.tasks) * len(self.depths) * self.samples
+        require_memory(_BYTES * max(self.lengths) * texts, "The texts that --samples and --lengths ask for")
 
     @property
     def forwards(self) -> int:
