@@ -14,14 +14,17 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.masked_attention import free_memory
 from semdiag.measuring.calls.running import NoRoomError, in_evaluation, running
+from semdiag.measuring.words import counted
 
-_LONG = 1024  # tokens from which a run is worth an estimate
+_LONG = 1024  # tokens of all samples from which a run is worth an estimate, if one has at least _CUT
 _SHORT, _CUT = 32, 256  # tokens of the forward passes by which it is made: the first one warms up
 _ROWS, _KEYS, _CHANGES = 12.6, 8.2, 72.0  # bytes: benchmarks/README.md#cost-model, and 18 truncated outputs
 _STREAMS = 24  # numbers of a token's width that a layer holds at a time
 _ROW = 60  # bytes of a row of the table of queries
 _TABLE = 20_000_000  # rows that the table holds at most
-_SAMPLE = 2**29  # bytes of the rows of a k-sweep
+_SAMPLE = 2**29  # bytes that the rows of a k-sweep take at most
+_NUMBERS, _COPIES = 45, 2  # of a row of a k-sweep beside its largest scores, four bytes each; twice while joined
+_OUTPUTS = 5  # copies of the logits that are held while a run with a mask is compared; measured
 _CAPTURED, _MASKED = 2.0, 2.5  # forward passes that a captured and a masked one take on a CPU
 _SPARE = 0.9  # share of the free memory that is used
 T = TypeVar("T")
@@ -44,8 +47,9 @@ class Demand:
         """Return the memory beyond the model's own."""
         rows = samples * self.heads * length
         scores = rows * length * (3 * self.itemsize if self.by_hand or masks else 0) / (1 if self.by_hand else 8)
-        outputs = samples * length * self.vocabulary * self.itemsize * (3 if masks else 1)
-        tables = min(self.layers * rows, _TABLE) * _ROW + _SAMPLE
+        outputs = samples * length * self.vocabulary * self.itemsize * (_OUTPUTS if masks else 1)
+        swept = min(self.layers * rows * (k + _NUMBERS) * 4 * _COPIES, _SAMPLE)
+        tables = min(self.layers * rows, _TABLE) * _ROW + swept
         call = rows * (k * (_ROWS + _KEYS) + _CHANGES)
         return call + scores + outputs + samples * length * self.width * _STREAMS * self.itemsize + tables
 
@@ -62,7 +66,9 @@ def demand(
 ) -> Demand | None:
     """Return what a model takes, from its first tokens; None for short inputs, and others than token ids."""
     ids = all(isinstance(b, Tensor | Mapping) and batching.only_token_ids(b) for b in batches)
-    if not (loaded.external and ids and batches) or max(map(batching.longest, batches)) < _LONG:
+    if not (loaded.external and ids and batches) or max(map(batching.longest, batches)) < _CUT:
+        return None
+    if sum(batching.samples_of(batch) * batching.longest(batch) for batch in batches) < _LONG:
         return None
     first, calls = max(batches, key=batching.longest), list[tuple[int, int, int]]()
 
@@ -97,28 +103,39 @@ def shortened(batch: Batch, length: int) -> Batch:
 
 
 def fitting_batch(
-    wanted: Demand, path: str, batches: Sequence[Batch], device: torch.device, k: int, masks: int
+    wanted: Demand,
+    path: str,
+    batches: Sequence[Batch],
+    device: torch.device,
+    k: int,
+    masks: int,
+    minutes_more: float = 0,
 ) -> tuple[int, str]:
-    """Return the largest number of samples at a time that fits, and what the run takes in words."""
+    """Return the largest number of samples at a time that fits, and what the run takes in words.
+
+    Masks that run for so many minutes more, instead of on all samples, count in the memory.
+    """
     length, free = max(map(batching.longest, batches)), _SPARE * free_memory(device)
     whole = sum(map(batching.samples_of, batches))
     size = most = max(map(batching.samples_of, batches))
-    while size > 1 and wanted.bytes(size, length, k, masks) > free:
+    run = masks or int(minutes_more > 0)
+    while size > 1 and wanted.bytes(size, length, k, run) > free:
         size //= 2
-    if wanted.bytes(size, length, k, masks) > free:
+    if wanted.bytes(size, length, k, run) > free:
         fits = length
-        while fits > 1 and wanted.bytes(1, fits, k, masks) > free:
+        while fits > 1 and wanted.bytes(1, fits, k, run) > free:
             fits = fits * 9 // 10
         raise NoRoomError(
-            f"{path}: one sample of {length:,} tokens takes {_amount(wanted.bytes(1, length, k, masks))}, and "
+            f"{path}: one sample of {length:,} tokens takes {_amount(wanted.bytes(1, length, k, run))}, and "
             f"{_amount(free)} are free. About {fits:,} tokens fit: --max-length {fits}, or shorter inputs."
         )
     tokens = sum(batching.samples_of(batch) * batching.longest(batch) for batch in batches)
     seconds = wanted.time(1, length, masks) * tokens / length
     passes = f" and {masks + 1} more passes" if masks else ""
     minutes = f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-    text = f"{whole} samples of up to {length:,} tokens{passes} take about {minutes} and "
-    text += _amount(wanted.bytes(size, length, k, masks))
+    text = f"{counted(whole, 'sample')} of up to {length:,} tokens{passes} take about {minutes}"
+    text += f", masks {minutes_more:g} min more" if minutes_more else ""
+    text += f", other probes not counted, and {_amount(wanted.bytes(size, length, k, run))} beside the model"
     return size, text + f", {size} of {most} samples at a time" * (size < most)
 
 
