@@ -40,8 +40,10 @@ def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
         return blocks.logsumexp(-1)
     if by == "best":
         return blocks.amax(-1)
-    seen = (blocks > -torch.inf).sum(-1) + blocks.isnan().sum(-1)
-    return (blocks.nan_to_num(torch.nan, torch.inf, 0).sum(-1) / seen).masked_fill(seen == 0, -torch.inf)
+    visible_keys = (blocks > -torch.inf).sum(-1) + blocks.isnan().sum(-1)
+    return (blocks.nan_to_num(torch.nan, torch.inf, 0).sum(-1) / visible_keys).masked_fill(
+        visible_keys == 0, -torch.inf
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,18 +66,20 @@ class TileSums:
     @classmethod
     def zeros(cls, like: Tensor, *size: int) -> "TileSums":
         """Return sums over nothing, (B, H, T + 1, N): the last tile is for queries that do not count."""
-        none, hidden = like.new_zeros(size), like.new_full(size, -torch.inf)
+        none = like.new_zeros(size)
+        hidden = like.new_full(size, -torch.inf)
         return cls(none, hidden, none.clone(), none.clone(), hidden.clone())
 
     def add_(self, scores: Tensor, tiles: Tensor, block: int, sinks: Tensor | None = None) -> None:
         """Add queries: scores (B, H, r, n), -inf for hidden keys; tiles (B, r), T where one does not count."""
-        whole = scores.logsumexp(-1, keepdim=True)
+        log_sum = scores.logsumexp(-1, keepdim=True)
         if sinks is not None:
-            whole = torch.logaddexp(whole, sinks.to(scores.dtype)[:, None, None])
-        weights = (block_scores(scores, block) - whole).exp().nan_to_num(0)
-        best, seen = block_scores(scores, block, "best"), (scores > -torch.inf).to(scores.dtype)
+            log_sum = torch.logaddexp(log_sum, sinks.to(scores.dtype)[:, None, None])
+        weights = (block_scores(scores, block) - log_sum).exp().nan_to_num(0)
+        best = block_scores(scores, block, "best")
+        visible = (scores > -torch.inf).to(scores.dtype)
         gap = (best - best.cummax(-1).values).masked_fill(best == -torch.inf, -torch.inf)
-        total, pairs = (_cut(x, block, axis=-1).sum(-1) for x in (scores.where(seen > 0, 0), seen))
+        total, pairs = (_cut(x, block, axis=-1).sum(-1) for x in (scores.where(visible > 0, 0), visible))
         at = tiles[:, None, :, None].expand(best.shape)
         for sums, part in ((self.weight, weights), (self.total, total), (self.pairs, pairs)):
             sums[..., : part.shape[-1]].scatter_add_(2, at, part)
@@ -105,7 +109,8 @@ def mean_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int, blo
     """
     means = []
     for rows, size in ((q, query_block), (k, block)):
-        parts, number = _cut(rows, size), torch.arange(0, rows.shape[1], size, device=q.device)
+        parts = _cut(rows, size)
+        number = torch.arange(0, rows.shape[1], size, device=q.device)
         means.append(parts.sum(2) / (rows.shape[1] - number).clamp(max=size)[:, None])
     return means[0] @ _grouped(means[1], len(q)).mT
 
@@ -144,10 +149,11 @@ def antidiagonal_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: 
     """
     size = math.gcd(query_block, block)
     step = max(s for s in range(1, 17) if size % s == 0)
-    rows, keys = _cut(q, step).flip(2).flatten(2), _grouped(_cut(k, step).flatten(2), len(q))
+    rows = _cut(q, step).flip(2).flatten(2)
+    keys = _grouped(_cut(k, step).flatten(2), len(q))
     last = F.pad(positions, (0, -len(positions) % step), value=-1).view(-1, step).amax(1)
-    seen = torch.arange(0, k.shape[1], step, device=q.device) <= last[:, None]
-    weights = (rows @ keys.mT / step).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
+    visible = torch.arange(0, k.shape[1], step, device=q.device) <= last[:, None]
+    weights = (rows @ keys.mT / step).masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
     across = _cut(weights, query_block // step).sum(2)
     return _cut(across.mT, block // step).sum(2).mT
 
@@ -166,7 +172,9 @@ def last_tile_estimate(q: Tensor, k: Tensor, positions: Tensor, query_block: int
         tensor([[[1.0000, 0.5000],
                  [1.0000, 1.0000]]])
     """
-    length, device, first = k.shape[1], q.device, max(0, q.shape[1] - query_block)
+    length = k.shape[1]
+    device = q.device
+    first = max(0, q.shape[1] - query_block)
     scores = q[:, first:] @ _grouped(k, len(q)).mT
     back = positions[first:, None] - torch.arange(length, device=device)
     weights = scores.masked_fill(back < 0, -torch.inf).softmax(-1)

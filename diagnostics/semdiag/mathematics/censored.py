@@ -41,9 +41,11 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
         raise ValueError(f"Every draw needs a low and a high value, and there must be one. Got {n}, {len(highs)}.")
     if any(not low <= high for low, high in zip(lows, highs, strict=True)):
         raise ValueError("The low value of a draw must not be above its high value.")
-    below, above = sorted(lows), sorted(highs)
+    below = sorted(lows)
+    above = sorted(highs)
     ranks = [r for r in range(1, n // 2 + 1) if _coverage(n, r) >= confidence]
-    rank, many = max(ranks, default=1), n > 1
+    rank = max(ranks, default=1)
+    many = n > 1
     return MedianInterval(
         count=n,
         low=median(below),
@@ -69,7 +71,8 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
         raise ValueError("There is no median without runs.")
     if not any(arrived):
         return math.inf
-    times, censored = np.asarray(durations, dtype=float), ~np.asarray(arrived, dtype=bool)
+    times = np.asarray(durations, dtype=float)
+    censored = ~np.asarray(arrived, dtype=bool)
     share = scipy.stats.ecdf(scipy.stats.CensoredData.right_censored(times, censored)).cdf
     there = share.quantiles[share.probabilities >= 0.5 - 1e-12]
     return float(there[0]) if len(there) else math.inf

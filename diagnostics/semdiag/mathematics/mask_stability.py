@@ -116,15 +116,15 @@ def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) ->
     common = torch.full(scores.shape[:-1], k, device=scores.device)
     rows = (inside.amin(-1) < beyond.amax(-1)).flatten().nonzero().squeeze(-1)  # most lose no key
     if len(rows):
-        kept = inside.flatten(0, -2)[rows].sort(-1).values  # s_(k), …, s_(1)
+        inside_sorted = inside.flatten(0, -2)[rows].sort(-1).values  # s_(k), …, s_(1)
         best = largest_scores(beyond.flatten(0, -2)[rows], k)[0][:, :k]  # o_(1), …, o_(k)
-        common.view(-1)[rows] = k - (kept < best).sum(-1)
+        common.view(-1)[rows] = k - (inside_sorted < best).sum(-1)
     return common
 
 
 def heavy_hitter_pair_stability(
     scores: Tensor,
-    other: Tensor,
+    other_scores: Tensor,
     selected: Tensor,
     other_selected: Tensor,
     allowed: Tensor,
@@ -146,14 +146,17 @@ def heavy_hitter_pair_stability(
         >>> print(heavy_hitter_pair_stability(z, z, top, last, all_keys, all_keys).unmet[0])
         assumption not met: each row keeps its highest-scoring allowed keys (rows that do not = 1)
     """
-    ranges, gaps = [], []
-    for z, kept, keys_allowed in ((scores, selected, allowed), (other, other_selected, other_allowed)):
-        low = torch.where(kept, float64(z), math.inf).amin(dim=-1)
-        ranges.append(torch.where(kept, float64(z), -math.inf).amax(dim=-1) - low)
-        gaps.append(low - torch.where(keys_allowed & ~kept, float64(z), -math.inf).amax(dim=-1))
-    gap, sizes = torch.minimum(*gaps), (selected.sum(dim=-1), other_selected.sum(dim=-1))
+    ranges = []
+    gaps = []
+    for z, mask, keys_allowed in ((scores, selected, allowed), (other_scores, other_selected, other_allowed)):
+        low = torch.where(mask, float64(z), math.inf).amin(dim=-1)
+        ranges.append(torch.where(mask, float64(z), -math.inf).amax(dim=-1) - low)
+        gaps.append(low - torch.where(keys_allowed & ~mask, float64(z), -math.inf).amax(dim=-1))
+    gap = torch.minimum(*gaps)
+    sizes = (selected.sum(dim=-1), other_selected.sum(dim=-1))
     bound = heavy_hitter_stability(torch.maximum(*ranges), gap, torch.maximum(*sizes))
-    size_differs, allowed_differ = sizes[0] != sizes[1], (allowed != other_allowed).any(dim=-1)
+    size_differs = sizes[0] != sizes[1]
+    allowed_differ = (allowed != other_allowed).any(dim=-1)
     checks = (
         _holds_in_all("both rows have the same number of unmasked keys", "rows that differ", size_differs),
         _holds_in_all("both rows have the same allowed keys", "rows that differ", allowed_differ),

@@ -100,7 +100,7 @@ class Truncations:
     change: Tensor  # (B, H, R, n), ‖o(k) − o‖
     size: Tensor  # (B, H, R), ‖o‖
     projected: Tensor | None  # (B, H, R, n), ‖(o(k) − o) W‖; None without a projection
-    others: Tensor  # (B, H, R), ln Σ exp(z) over the sink and all keys but the first
+    log_other_keys: Tensor  # (B, H, R), ln Σ exp(z) over the sink and all keys but the first
 
 
 @torch.no_grad()
@@ -139,33 +139,38 @@ def truncations(
         (1.0, 2.0)
     """
     values = values.to(log_sum_exp.dtype)
-    change, others = log_sum_exp.new_empty(*log_sum_exp.shape, len(ks)), torch.empty_like(log_sum_exp)
-    size, projected = torch.empty_like(others), None if projection is None else torch.empty_like(change)
+    change = log_sum_exp.new_empty(*log_sum_exp.shape, len(ks))
+    log_other_keys = torch.empty_like(log_sum_exp)
+    size = torch.empty_like(log_other_keys)
+    projected = None if projection is None else torch.empty_like(change)
     shared = scores.q.shape[1] // scores.k.shape[1]
     most = max(1, _MOST // (len(ks) * values.shape[3])) * scores.k.shape[2]
     if values.device.type != "cpu":
         most = max(most, min(_LARGER * most, _SCORES))
     for strip in scores.strips(most):
-        b, h, r = strip.samples, strip.heads, strip.queries
-        own = values[b, h.start // shared : h.stop // shared]
-        log_sum, score = log_sum_exp[b, h, r], torch.full_like(log_sum_exp[b, h, r], -torch.inf)
+        b = strip.samples
+        h = strip.heads
+        r = strip.queries
+        head_values = values[b, h.start // shared : h.stop // shared]
+        log_sum = log_sum_exp[b, h, r]
+        score = torch.full_like(log_sum_exp[b, h, r], -torch.inf)
         if sinks is not None:
             score = sinks.to(score.dtype)[h, None].expand_as(score)
         sink = (score - log_sum).exp()
         weights = (largest[0][b, h, r, : ks[-1]] - log_sum[..., None]).exp()
-        sums, mass = _kept(weights, largest[1][b, h, r], own, ks)
+        sums, mass = _kept(weights, largest[1][b, h, r], head_values, ks)
         strip.forbid_(-torch.inf)
         keys = torch.arange(strip.scores.shape[3], device=first.device)
         besides = strip.scores.masked_fill(keys == first[b, h][..., None, None], -torch.inf)
-        others[b, h, r] = torch.logaddexp(score, besides.logsumexp(-1))
-        output = _whole(strip, log_sum, own, sink)
+        log_other_keys[b, h, r] = torch.logaddexp(score, besides.logsumexp(-1))
+        output = _whole(strip, log_sum, head_values, sink)
         moved = sums.div_(mass.add_(sink[..., None])[..., None]).sub_(output[..., None, :])
         size[b, h, r], change[b, h, r] = output.norm(dim=-1), moved.norm(dim=-1)
         if projected is not None and projection is not None:
             by_head = moved.transpose(0, 1)
             written = by_head.flatten(1, 3) @ projection[h].to(moved.dtype)
             projected[b, h, r] = written.norm(dim=-1).view(by_head.shape[:4]).transpose(0, 1)
-    return Truncations(change, size, projected, others)
+    return Truncations(change, size, projected, log_other_keys)
 
 
 def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -187,8 +192,8 @@ def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) ->
 def _whole(strip: ScoreStrip, log_sum: Tensor, values: Tensor, sink: Tensor) -> Tensor:
     """Return the output over all keys, (b, h, r, D); overwrite the strip, whose forbidden scores are -inf."""
     weights = strip.scores.sub_(log_sum[..., None]).exp_()
-    batch, heads, rows, seen = weights.shape
-    sums = weights.view(batch, values.shape[1], -1, seen) @ values[:, :, :seen]
+    batch, heads, rows, keys = weights.shape
+    sums = weights.view(batch, values.shape[1], -1, keys) @ values[:, :, :keys]
     return sums.view(batch, heads, rows, -1) / (weights.sum(-1) + sink)[..., None]
 
 
@@ -213,14 +218,16 @@ def top_recall(
         0.5
     """
     parts = []
-    top, per_strip = min(top, k.shape[2]), max(1, _STRIP // (q.shape[1] * q.shape[2] * k.shape[2]))
+    top = min(top, k.shape[2])
+    per_strip = max(1, _STRIP // (q.shape[1] * q.shape[2] * k.shape[2]))
     for start in range(0, len(q), per_strip):
         part = slice(start, start + per_strip)
         scores = (q[part] * scale) @ k[part].transpose(2, 3)
         if allowed is not None:
             scores = scores.masked_fill(~(allowed[part] if len(allowed) > 1 else allowed), -torch.inf)
-        kept, best = as_mask(selected[part], scores.shape[-1]), scores.topk(top, -1)
-        wanted = best.values > -torch.inf
-        hits = (kept.gather(-1, best.indices) & wanted).sum(-1)
-        parts.append(hits.to(q.dtype) / wanted.sum(-1))
+        mask = as_mask(selected[part], scores.shape[-1])
+        best = scores.topk(top, -1)
+        available = best.values > -torch.inf
+        hits = (mask.gather(-1, best.indices) & available).sum(-1)
+        parts.append(hits.to(q.dtype) / available.sum(-1))
     return torch.cat(parts)

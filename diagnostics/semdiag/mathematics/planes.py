@@ -22,10 +22,14 @@ class Plane:
 
     def distances(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the Euclidean lengths (...) of x · first + y · second, float64, in the parameters' unit."""
-        first, second = self.first.double(), self.second.double()
-        one, both, other = (float(a.dot(b)) for a, b in ((first, first), (first, second), (second, second)))
-        x, y = x.double(), y.double()
-        return (x**2 * one + 2 * x * y * both + y**2 * other).clamp(min=0).sqrt()
+        first = self.first.double()
+        second = self.second.double()
+        first_square, product, second_square = (
+            float(a.dot(b)) for a, b in ((first, first), (first, second), (second, second))
+        )
+        x = x.double()
+        y = y.double()
+        return (x**2 * first_square + 2 * x * y * product + y**2 * second_square).clamp(min=0).sqrt()
 
 
 def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:
@@ -53,26 +57,26 @@ def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Gene
     Source: docs/theory.md#empirical. Deviation: the second direction is made orthogonal to the first.
     """
     first = random_direction(origin, tensors, generator)
-    drawn = _gaussian(origin, generator)
+    direction = _gaussian(origin, generator)
     for part in tensors:
         square = first[part].dot(first[part])
         if part.stop - part.start == 1:
-            drawn[part] = 0
+            direction[part] = 0
         elif square > 0:
-            drawn[part] -= drawn[part].dot(first[part]) / square * first[part]
-    return Plane(origin, first, _as_long_as(origin, drawn, tensors))
+            direction[part] -= direction[part].dot(first[part]) / square * first[part]
+    return Plane(origin, first, _as_long_as(origin, direction, tensors))
 
 
 def _gaussian(origin: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(origin.shape, generator=generator, dtype=torch.float64).to(origin)
 
 
-def _as_long_as(origin: Tensor, drawn: Tensor, tensors: Sequence[slice]) -> Tensor:
+def _as_long_as(origin: Tensor, direction: Tensor, tensors: Sequence[slice]) -> Tensor:
     scaled = torch.zeros_like(origin)
     for part in tensors:
-        length = drawn[part].norm()
+        length = direction[part].norm()
         if length > 0:
-            scaled[part] = drawn[part] * (origin[part].norm() / length)
+            scaled[part] = direction[part] * (origin[part].norm() / length)
     return scaled
 
 

@@ -18,33 +18,36 @@ def _strip_statistics(
     sinks: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return a strip's statistics, for :func:`_finished`; add to ``load``, ``received``; overwrite its scores."""
-    scores, keys = strip.scores, strip.keys()
+    scores = strip.scores
+    keys = strip.keys()
     strip.forbid_(-torch.inf)
-    found = {"keys": keys}
+    statistics = {"keys": keys}
     if top:
-        found["top"], order = largest_scores(scores, top)
-        found["order"] = order.to(torch.int32)
+        statistics["top"], order = largest_scores(scores, top)
+        statistics["order"] = order.to(torch.int32)
     else:
-        found["top"] = scores.amax(-1, keepdim=True)
+        statistics["top"] = scores.amax(-1, keepdim=True)
     weights = torch.softmax(scores, -1, out=strip.spare)
     largest = weights.gather(-1, order[..., :1]) if top else weights.amax(-1, keepdim=True)
-    found["largest_weight"] = largest.squeeze(-1)
+    statistics["largest_weight"] = largest.squeeze(-1)
     if selected is not None:
-        found |= _selected(strip, selected, found["top"][..., 0], load, received, sinks)
+        statistics |= _selected(strip, selected, statistics["top"][..., 0], load, received, sinks)
     # The largest finite number replaces infinity: 0 · z must be 0 for a weight of 0.
     strip.forbid_(torch.finfo(scores.dtype).max)
-    found["minimum"] = scores.amin(-1)
-    finite = found["top"][..., 0].isfinite() & found["minimum"].isfinite()  # a NaN would also be the minimum
+    statistics["minimum"] = scores.amin(-1)
+    finite = (
+        statistics["top"][..., 0].isfinite() & statistics["minimum"].isfinite()
+    )  # a NaN would also be the minimum
     clean = not scores.is_cuda and bool(finite.all())  # an accelerator is not waited for
     if not clean and (scores.is_cuda or not bool((finite | (keys == 0)).all())):
-        found["non_finite"] = (~scores.isfinite()).sum(-1)
+        statistics["non_finite"] = (~scores.isfinite()).sum(-1)
     if selected is None:
         if received is not None:
-            log_sum_exp = found["top"][..., 0] - found["largest_weight"].log()
+            log_sum_exp = statistics["top"][..., 0] - statistics["largest_weight"].log()
             share = _share(strip, log_sum_exp, sinks)[..., None, :]
             received += (share @ (weights if clean else weights.nan_to_num(0))).squeeze(-2)
-        found["mean"] = weights.mul_(scores).sum(-1)
-    return found
+        statistics["mean"] = weights.mul_(scores).sum(-1)
+    return statistics
 
 
 def _share(strip: ScoreStrip, log_sum_exp: Tensor, sinks: Tensor | None) -> Tensor:
@@ -58,7 +61,8 @@ def _share(strip: ScoreStrip, log_sum_exp: Tensor, sinks: Tensor | None) -> Tens
 
 def _finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]:
     """Return the attributes of :class:`RowStatistics` per query from all strips' statistics, without ``order``."""
-    keys, minimum = rows["keys"], rows["minimum"]
+    keys = rows["keys"]
+    minimum = rows["minimum"]
     none = keys == 0
     # The smallest score is NaN if any score is; the largest need not be.
     maximum = torch.where(minimum.isnan(), minimum, rows["top"][..., 0])
@@ -90,7 +94,8 @@ def _selected(
     sinks: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return the statistics over S_i, (b, H, r, S); add to the key loads and the weights received (b, H, n)."""
-    scores, present = strip.scores, selected >= 0
+    scores = strip.scores
+    present = selected >= 0
     counted = present if strip.counted is None else present & strip.counted
     places = selected.clamp(min=0).flatten(2)
     load.scatter_add_(-1, places, counted.flatten(2).to(torch.int64))
@@ -123,9 +128,10 @@ def _with_sinks(statistics: dict[str, Tensor], sinks: Tensor) -> dict[str, Tenso
         name: torch.where(statistics[name] == -torch.inf, -torch.inf, torch.logaddexp(statistics[name], sink))
         for name in ("log_sum_exp", "kept_log_sum_exp")
     }
-    own, total = statistics["kept_log_sum_exp"], joint["kept_log_sum_exp"]
-    mean = (own - total).exp() * (own - statistics["entropy"]) + (sink - total).exp() * sink
-    return statistics | joint | {"entropy": _nan_where(statistics["kept"] == 0, (total - mean).clamp(min=0))}
+    log_kept = statistics["kept_log_sum_exp"]
+    log_total = joint["kept_log_sum_exp"]
+    mean = (log_kept - log_total).exp() * (log_kept - statistics["entropy"]) + (sink - log_total).exp() * sink
+    return statistics | joint | {"entropy": _nan_where(statistics["kept"] == 0, (log_total - mean).clamp(min=0))}
 
 
 def _nan_where(condition: Tensor, values: Tensor) -> Tensor:
@@ -278,7 +284,8 @@ def row_statistics(
         [[[1, 0, 1]]]
     """
     _check_shapes(q, k, top)
-    (batch, heads), k_length = q.shape[:2], k.shape[2]
+    batch, heads = q.shape[:2]
+    k_length = k.shape[2]
     scores = Scores(q, k, scale, allowed, bias, softcap, causal, first_query, queries, places)
     if q.is_cuda and kernels.refusal(q, selected, top) is None:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -303,13 +310,18 @@ def _strip_rows(
     scores: Scores, selected: Tensor | None, top: int, sinks: Tensor | None, received: bool
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return the statistics of all rows, key loads and the weights received, from strips of scores."""
-    q, k, allowed, places = scores.q, scores.k, scores.allowed, scores.places
-    (batch, heads, length), k_length = q.shape[:3] if places is None else places.shape, k.shape[2]
+    q = scores.q
+    k = scores.k
+    allowed = scores.allowed
+    places = scores.places
+    batch, heads, length = q.shape[:3] if places is None else places.shape
+    k_length = k.shape[2]
     rows: dict[str, Tensor] = {}
     # Inference mode saves a fifth of a strip's overhead; the results are ordinary tensors.
     with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
-            q, k = q.float(), k.float()
+            q = q.float()
+            k = k.float()
         if allowed is not None and not q.is_cuda and bool(allowed.all()):
             allowed = None  # the usual mask of a batch without padding
         scores = replace(scores, q=q, k=k.contiguous(), allowed=allowed)
@@ -318,12 +330,17 @@ def _strip_rows(
             none = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
             load = scores.loads() if selected is None else none
         for strip in scores.strips(_STRIP if q.device.type == "cpu" else _STRIP * _LARGER):
-            b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
-            own = None
+            b = strip.samples
+            h = strip.heads
+            r = strip.queries
+            keys = strip.scores.shape[3]
+            strip_selected = None
             if selected is not None:
-                own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
-            part = weights[b, h, :seen] if received else None
-            for name, values in _strip_statistics(strip, own, top, load[b, h, :seen], part, sinks).items():
+                strip_selected = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
+            part = weights[b, h, :keys] if received else None
+            for name, values in _strip_statistics(
+                strip, strip_selected, top, load[b, h, :keys], part, sinks
+            ).items():
                 # One tensor for all strips: thousands of small ones would fragment memory.
                 if name not in rows:
                     with torch.inference_mode(False):

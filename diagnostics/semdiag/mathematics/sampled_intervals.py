@@ -25,18 +25,19 @@ def draw_queries(queries: int, heads: int, count: int, of: int, rng: np.random.G
         >>> draw_queries(8, 2, 4, 8, np.random.default_rng(0)).tolist()
         [[2, 3, 1, 0], [7, 6, 0, 3]]
     """
-    whole, rest = divmod(queries * count, of)
-    chance = rng.random((heads, whole + 3))
-    drawn = whole + (chance[:, :1] * of < rest)
-    column = np.arange(whole + 1)
-    first, last = column // PER_STRATUM * PER_STRATUM, column // PER_STRATUM * PER_STRATUM + PER_STRATUM
-    start, stop = (np.minimum(end, drawn) * queries // np.maximum(drawn, 1) for end in (first, last))
+    fewest, rest = divmod(queries * count, of)
+    chance = rng.random((heads, fewest + 3))
+    number = fewest + (chance[:, :1] * of < rest)
+    column = np.arange(fewest + 1)
+    first = column // PER_STRATUM * PER_STRATUM
+    last = column // PER_STRATUM * PER_STRATUM + PER_STRATUM
+    start, stop = (np.minimum(end, number) * queries // np.maximum(number, 1) for end in (first, last))
     second = column % PER_STRATUM
     within = np.floor(chance[:, 2:] * (stop - start - second)).astype(np.int64)
     before = np.roll(within, 1, axis=1)  # the second draw skips what the first one took
     within += second * (within >= before)
     turned = (np.floor(chance[:, 1:2] * queries).astype(np.int64) + start + within) % max(queries, 1)
-    return np.where(column < drawn, turned, -1)[:, : max(1, int(drawn.max(initial=0)))]
+    return np.where(column < number, turned, -1)[:, : max(1, int(number.max(initial=0)))]
 
 
 # Least expected numbers beyond a percentile: of draws, so that all lie on one side of it in less than 2.5% of the
@@ -102,27 +103,31 @@ def sampled_estimates(
         >>> sampled_estimates(np.array([1.0, 2.0, 3.0, 4.0]), one, one, share=1.0, percentiles=[50])[0]
         SampledEstimate(statistic='mean', estimate=2.5, these=(2.5, 2.5), such=(nan, nan))
     """
-    known = np.isfinite(values)
-    finite = np.sort(values[known])
-    count, nothing = len(finite), (math.nan, math.nan)
+    finite_rows = np.isfinite(values)
+    finite = np.sort(values[finite_rows])
+    count = len(finite)
+    nothing = (math.nan, math.nan)
     if not count:
         names = ["mean", *(f"p{p}" for p in percentiles)]
         return [SampledEstimate(name, math.nan, nothing, nothing) for name in names]
-    spread = _Spread(samples, strata, known, share)
+    spread = _Spread(samples, strata, finite_rows, share)
     mean = float(finite.mean())
-    residuals = np.where(known, values - mean, 0.0) / count
+    residuals = np.where(finite_rows, values - mean, 0.0) / count
     error, critical = spread.errors(residuals)[0]
     these = mean - critical * error, mean + critical * error
-    sums, counts = (spread.of_sequences(np.where(known, each, 0.0)) for each in (values, 1.0))
+    sums, counts = (spread.of_sequences(np.where(finite_rows, each, 0.0)) for each in (values, 1.0))
     estimates = [SampledEstimate("mean", mean, these, ratio_ends(sums, counts))]
     for percentile in percentiles:
-        level, cut = percentile / 100, float(np.percentile(finite, percentile))
-        least, most = cut - _TIED * abs(cut), cut + _TIED * abs(cut)
-        first, last = int(np.searchsorted(finite, least)), int(np.searchsorted(finite, most, "right"))
+        level = percentile / 100
+        cut = float(np.percentile(finite, percentile))
+        least = cut - _TIED * abs(cut)
+        most = cut + _TIED * abs(cut)
+        first = int(np.searchsorted(finite, least))
+        last = int(np.searchsorted(finite, most, "right"))
         # Values equal to the percentile count as below it to the fraction that makes its level exact.
         part = min(max((level * count - first) / max(last - first, 1), 0.0), 1.0)
-        below = np.where(known, (values < least) + part * ((values >= least) & (values <= most)), 0.0)
-        residuals = np.where(known, below - below.sum() / count, 0.0) / count
+        below = np.where(finite_rows, (values < least) + part * ((values >= least) & (values <= most)), 0.0)
+        residuals = np.where(finite_rows, below - below.sum() / count, 0.0) / count
         units = zip(spread.errors(residuals), (count, spread.effective), _BEYOND, strict=True)
         ends = [
             _woodruff(finite, level, *error) if needed <= many * min(level, 1 - level) else nothing
@@ -143,14 +148,17 @@ def ratio_ends(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Ends:
         >>> [round(end, 2) for end in ratio_ends(np.array([0.0, 1.0, 2.0, 9.0]), np.ones(4))]
         [-1.46, 25.52]
     """
-    sums, counts = sums[counts > 0], counts[counts > 0]
-    clusters, weights = len(counts), counts / counts.sum()
+    sums = sums[counts > 0]
+    counts = counts[counts > 0]
+    clusters = len(counts)
+    weights = counts / counts.sum()
     if clusters < 2:
         return math.nan, math.nan
     ratio = float(sums.sum() / counts.sum())
     residuals = (sums - ratio * counts) / counts.sum()
     changes = residuals / (1 - weights)
-    error, squares = math.sqrt((clusters - 1) / clusters * float(changes @ changes)), float(residuals @ residuals)
+    error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
+    squares = float(residuals @ residuals)
     critical = float(scipy.stats.t.ppf(_LEVEL, _freedom(weights)))
     shape = float((residuals**3).sum()) / (3 * squares**1.5) if squares else 0.0  # γ/(3√c), γ the skewness
     high, low = (ratio - error * _unskewed(t, shape) for t in (-critical, critical))
@@ -161,15 +169,16 @@ class _Spread:
     """Standard errors of sums of residuals, with Student's factor for each."""
 
     def __init__(
-        self, samples: NDArray[np.int64], strata: NDArray[np.int64], known: NDArray[np.bool_], share: float
+        self, samples: NDArray[np.int64], strata: NDArray[np.int64], finite_rows: NDArray[np.bool_], share: float
     ) -> None:
         self._share = share
         sequences, self._cluster = np.unique(samples, return_inverse=True)
-        drawn, self._stratum = np.unique(strata, return_inverse=True)
-        self._sequences, self._strata = len(sequences), len(drawn)
-        self._weights = self.of_sequences(known / known.sum())
+        stratum_names, self._stratum = np.unique(strata, return_inverse=True)
+        self._sequences = len(sequences)
+        self._strata = len(stratum_names)
+        self._weights = self.of_sequences(finite_rows / finite_rows.sum())
         self._clusters = int((self._weights > 0).sum())
-        freedom = float(max(1, len(strata) - len(drawn))), _freedom(self._weights)
+        freedom = float(max(1, len(strata) - len(stratum_names))), _freedom(self._weights)
         self.effective = round(freedom[1] + 1, 9)  # number of equal sequences with the same accuracy
         self._critical = [float(scipy.stats.t.ppf(_LEVEL, each)) for each in freedom]
 
@@ -177,7 +186,8 @@ class _Spread:
         """Return standard errors and factors, for these sequences and for such; NaN if the error is unknown."""
         squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
         these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
-        such, c = math.nan, self._clusters
+        such = math.nan
+        c = self._clusters
         if c > 1:
             changes = self.of_sequences(residuals) / (1 - self._weights)
             such = math.sqrt((c - 1) / c * float(changes @ changes))
@@ -191,12 +201,13 @@ def _freedom(weights: NDArray[np.float64]) -> float:
     """Return Satterthwaite's degrees of freedom of the jackknife, at least 1, from sequences' shares of draws."""
     if weights.max() >= 1:  # a single sequence
         return 1.0
-    squares, spread = (weights / (1 - weights)) ** 2, float(weights @ weights)
-    own = 1 + spread - 2 * weights  # M_ss = k_s² own_s; Σ M_st² needs no matrix
+    squares = (weights / (1 - weights)) ** 2
+    spread = float(weights @ weights)
+    diagonal = 1 + spread - 2 * weights  # M_ss = k_s² diagonal_s; Σ M_st² needs no matrix
     a, b, c = (float((squares * weights**power).sum()) for power in range(3))
     pairs = spread**2 * a**2 + 2 * a * c - 4 * spread * a * b + 2 * b**2
-    pairs += float((squares**2 * (own**2 - (own - 1) ** 2)).sum())
-    return max(1.0, float((squares * own).sum()) ** 2 / pairs)
+    pairs += float((squares**2 * (diagonal**2 - (diagonal - 1) ** 2)).sum())
+    return max(1.0, float((squares * diagonal).sum()) ** 2 / pairs)
 
 
 def _unskewed(t: float, a: float) -> float:

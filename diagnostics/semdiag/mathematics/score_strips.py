@@ -40,7 +40,8 @@ class ScoreStrip:
 
     def keys(self) -> Tensor:
         """Return the number of allowed keys n_i = |A_i|, (b, H, r) int64."""
-        shape, length = self.scores.shape[:3], self.scores.shape[3]
+        shape = self.scores.shape[:3]
+        length = self.scores.shape[3]
         if self.allowed is not None:
             return (self.allowed.sum(-1) * (length // self.allowed.shape[3])).expand(shape)
         if self.future is not None:
@@ -69,7 +70,8 @@ class Scores:
     def strips(self, size: int) -> Iterator[ScoreStrip]:
         """Yield strips of whole rows, of about ``size`` scores; they share their memory: finish one first."""
         batch, all_heads = self.q.shape[:2]
-        length, k_length = self.q.shape[2] if self.places is None else self.places.shape[2], self.k.shape[2]
+        length = self.q.shape[2] if self.places is None else self.places.shape[2]
+        k_length = self.k.shape[2]
         shared = all_heads // self.k.shape[1]  # query heads that share a key head stay together
         fitting = size // (shared * k_length * min(_LEAST_ROWS, length))
         heads = shared * min(self.k.shape[1], max(1, fitting))
@@ -81,7 +83,8 @@ class Scores:
         for first in range(0, batch, samples):
             for head in range(0, all_heads, heads):
                 for start in range(0, length, rows):
-                    b, h = slice(first, min(first + samples, batch)), slice(head, min(head + heads, all_heads))
+                    b = slice(first, min(first + samples, batch))
+                    h = slice(head, min(head + heads, all_heads))
                     yield self._strip(b, h, slice(start, min(start + rows, length)), memory)
 
     def _strip(self, b: slice, h: slice, r: slice, memory: Tensor) -> ScoreStrip:
@@ -89,37 +92,49 @@ class Scores:
         last = r.stop if places is None else self.k.shape[2]
         if places is not None and self.causal and not places.is_cuda:  # an accelerator is not waited for
             last = int(places.max()) + 1
-        seen = min(self.k.shape[2], max(1, self.first_query + last)) if self.causal else self.k.shape[2]
-        shape = b.stop - b.start, h.stop - h.start, r.stop - r.start, seen
+        visible = min(self.k.shape[2], max(1, self.first_query + last)) if self.causal else self.k.shape[2]
+        shape = b.stop - b.start, h.stop - h.start, r.stop - r.start, visible
         scores, spare = (part[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape) for part in memory)
         # One product per key head: the queries of all heads that share it are concatenated.
         shared = self.q.shape[1] // self.k.shape[1]
-        k = self.k[b, h.start // shared : h.stop // shared, :seen].flatten(0, 1)
+        k = self.k[b, h.start // shared : h.stop // shared, :visible].flatten(0, 1)
         q = self.q[b, h, r] if places is None else rows_of(self.q[b, h], places)
-        out, q = scores.view(len(k), -1, seen), q.reshape(len(k), -1, self.q.shape[3])
+        out = scores.view(len(k), -1, visible)
+        q = q.reshape(len(k), -1, self.q.shape[3])
         torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=self.scale, out=out)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
-        bias, allowed = (_part(values, b, h, r, seen, places) for values in (self.bias, self.allowed))
+        bias, allowed = (_part(values, b, h, r, visible, places) for values in (self.bias, self.allowed))
         if bias is not None:
             scores += bias
         future = None
-        start = self.first_query + r.start + 1  # the first key that a query of the strip may not see
         if self.causal and places is not None:
-            past = torch.arange(seen, device=scores.device) <= self.first_query + places[..., None]
+            past = torch.arange(visible, device=scores.device) <= self.first_query + places[..., None]
             allowed = past if allowed is None else allowed & past
-        elif self.causal and start < seen:
-            keys = torch.arange(start, seen, device=scores.device)
-            future = keys > torch.arange(start - 1, start - 1 + shape[2], device=scores.device)[:, None]
-            if allowed is not None:
-                hidden = torch.nn.functional.pad(future, (start, 0))
-                allowed, future = allowed & ~hidden, None
+        elif self.causal:
+            future = self._future(r, visible, scores.device)
+        if future is not None and allowed is not None:
+            hidden = torch.nn.functional.pad(future, (visible - future.shape[1], 0))
+            allowed = allowed & ~hidden
+            future = None
         return ScoreStrip(b, h, r, scores, spare, allowed, future, self._counted(b, r, places))
+
+    def _future(self, r: slice, visible: int, device: torch.device) -> Tensor | None:
+        """Return which of the last keys lie behind each query, (r, t) bool; None if there is none."""
+        start = self.first_query + r.start + 1  # the first key that a query of the strip may not see
+        if start >= visible:
+            return None
+        keys = torch.arange(start, visible, device=device)
+        last_visible = torch.arange(start - 1, start - 1 + r.stop - r.start, device=device)
+        return keys > last_visible[:, None]
 
     def loads(self) -> Tensor:
         """Return the number of counted queries that may attend to each key, (B, H, Lk) int64."""
-        (batch, heads), k_length, device = self.q.shape[:2], self.k.shape[2], self.q.device
-        allowed, counted = part_of(self.allowed, _ALL, _ALL), self.counted()
+        batch, heads = self.q.shape[:2]
+        k_length = self.k.shape[2]
+        device = self.q.device
+        allowed = part_of(self.allowed, _ALL, _ALL)
+        counted = self.counted()
         length = self.q.shape[2] if self.places is None else self.places.shape[2]
         keys = torch.arange(k_length, device=device)
         if allowed is None and counted is None and self.causal:
@@ -128,25 +143,18 @@ class Scores:
         places = torch.arange(length, device=device)[None, None] if self.places is None else self.places
         position = (self.first_query + places)[..., None]
         if allowed is None or allowed.shape[2] == 1:
-            if self.causal:  # the queries whose last key is at least this one
-                some = (counted & (position >= 0))[..., 0]
-                last = position.clamp(0, k_length - 1)[..., 0].expand(some.shape)
-                ends = torch.zeros(*some.shape[:2], k_length, dtype=torch.int64, device=device)
-                ends.scatter_add_(-1, last, some.long())
-                load = ends.flip(-1).cumsum(-1).flip(-1)
-            else:
-                load = counted.sum(2)
+            load = _loads_by_position(counted, position, k_length) if self.causal else counted.sum(2)
             load = load if allowed is None else allowed[:, :, 0] * load
             return load.expand(batch, heads, k_length).clone()
         load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=device)
-        drawn = self.places is not None
-        row = k_length * batch * (heads if drawn else allowed.shape[1])
+        has_places = self.places is not None
+        row = k_length * batch * (heads if has_places else allowed.shape[1])
         size = max(1, (2**20 if device.type == "cpu" else 2**26) // row)
         for start in range(0, length, size):
             part = slice(start, start + size)
-            seen = rows_of(allowed, places[:, :, part]) if drawn else allowed[:, :, part]
-            seen = seen & counted[:, :, part]
-            load += (seen & (keys <= position[:, :, part]) if self.causal else seen).sum(2)
+            visible = rows_of(allowed, places[:, :, part]) if has_places else allowed[:, :, part]
+            visible = visible & counted[:, :, part]
+            load += (visible & (keys <= position[:, :, part]) if self.causal else visible).sum(2)
         return load
 
     def counted(self) -> Tensor | None:
@@ -160,8 +168,17 @@ class Scores:
         return counted if self.queries is None else counted & rows_of(self.queries[b, None, :, None], places)
 
 
-def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
-    part = part_of(values, b, r if places is None else slice(None), seen)
+def _loads_by_position(counted: Tensor, position: Tensor, k_length: int) -> Tensor:
+    """Return for each key how many counted queries stand at it or behind it, (B, 1 or H, Lk)."""
+    standing = (counted & (position >= 0))[..., 0]
+    last = position.clamp(0, k_length - 1)[..., 0].expand(standing.shape)
+    ends = torch.zeros(*standing.shape[:2], k_length, dtype=torch.int64, device=counted.device)
+    ends.scatter_add_(-1, last, standing.long())
+    return ends.flip(-1).cumsum(-1).flip(-1)
+
+
+def _part(values: Tensor | None, b: slice, h: slice, r: slice, keys: int, places: Tensor | None) -> Tensor | None:
+    part = part_of(values, b, r if places is None else slice(None), keys)
     if part is None:
         return None
     part = part[:, h] if part.shape[1] > 1 else part
@@ -173,12 +190,13 @@ def rows_of(values: Tensor, places: Tensor) -> Tensor:
     if values.shape[2] == 1:
         return values
     sample, head = (torch.arange(length, device=values.device) for length in places.shape[:2])
-    sample, head = sample * (values.shape[0] > 1), head * (values.shape[1] > 1)
+    sample = sample * (values.shape[0] > 1)
+    head = head * (values.shape[1] > 1)
     return values[sample[:, None, None], head[:, None], places.clamp(min=0)]
 
 
 def part_of(
-    values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, seen: int | None = None
+    values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, keys: int | None = None
 ) -> Tensor | None:
     """Return a part, with four axes, of a tensor broadcastable to (B, H, Lq, Lk); axes of length 1 stay whole."""
     if values is None:
@@ -186,7 +204,7 @@ def part_of(
     values = values[(None,) * (4 - values.ndim)]
     values = values[samples] if values.shape[0] > 1 else values
     values = values[:, :, queries] if values.shape[2] > 1 else values
-    return values[..., :seen] if values.shape[3] > 1 else values
+    return values[..., :keys] if values.shape[3] > 1 else values
 
 
 def as_mask(positions: Tensor, length: int) -> Tensor:
@@ -213,39 +231,40 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         >>> values.tolist(), positions.tolist()
         ([[3.0, 3.0, 2.0]], [[1, 2]])
     """
-    kept = min(count + 1, scores.shape[-1])
+    number = min(count + 1, scores.shape[-1])
     packed = scores.device.type == "cpu" and scores.dtype == torch.float32
-    positions, doubtful = (_packed if packed else _compared)(scores, kept)
+    positions, doubtful = (_packed if packed else _compared)(scores, number)
     if doubtful is not None and bool(doubtful.any()):
-        positions[doubtful] = scores[doubtful].sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+        positions[doubtful] = scores[doubtful].sort(dim=-1, descending=True, stable=True).indices[:, :number]
     values = scores.gather(-1, positions)
-    if kept <= count:
-        values = torch.nn.functional.pad(values, (0, count + 1 - kept), value=-torch.inf)
-        positions = torch.nn.functional.pad(positions, (0, count + 1 - kept))
+    if number <= count:
+        values = torch.nn.functional.pad(values, (0, count + 1 - number), value=-torch.inf)
+        positions = torch.nn.functional.pad(positions, (0, count + 1 - number))
     return values, positions[..., :count]
 
 
-def _compared(scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+def _compared(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return the positions of the largest scores in descending order, and which rows ties leave ambiguous."""
     length = scores.shape[-1]
     # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
-    size = 2 ** round(math.log2(length / kept) / 2)
+    size = 2 ** round(math.log2(length / number) / 2)
     if length >= _LONG and size > 1:
-        chosen = _groups(scores, size)[0].topk(kept, -1, sorted=False).indices
+        chosen = _groups(scores, size)[0].topk(number, -1, sorted=False).indices
         positions = _members(chosen, size, length)
-        positions = positions.gather(-1, scores.gather(-1, positions).topk(kept, -1).indices)
+        positions = positions.gather(-1, scores.gather(-1, positions).topk(number, -1).indices)
     else:
-        positions = scores.topk(kept, -1).indices
+        positions = scores.topk(number, -1).indices
     values = scores.gather(-1, positions)
     return positions, ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -torch.inf)).any(-1)
 
 
-def _packed(scores: Tensor, held: int) -> tuple[Tensor, Tensor | None]:
+def _packed(scores: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
     """Return the result of :func:`_compared` by packed integers, which NumPy sorts many times faster."""
-    length, number = scores.shape[-1], held + _MORE
+    length = scores.shape[-1]
+    number = count + _MORE
     if length < _LONG or length <= number:
-        return _sorted(scores, None, held), None
-    size = 2 ** int(math.log2(length / held) / 2)
+        return _sorted(scores, None, count), None
+    size = 2 ** int(math.log2(length / count) / 2)
     if length >= _GROUPED and size > 1 and number < length // size:
         maxima, rest = _groups(scores, size)
         maximum = maxima.amax(-1, keepdim=True)
@@ -254,12 +273,14 @@ def _packed(scores: Tensor, held: int) -> tuple[Tensor, Tensor | None]:
         members = _members(chosen, size, length)
         candidates = scores.gather(-1, members)
         chosen, closer = _nearest(half, candidates, number)
-        positions, bound = members.gather(-1, chosen), torch.minimum(bound, closer)
+        positions = members.gather(-1, chosen)
+        bound = torch.minimum(bound, closer)
     else:
-        candidates, half = scores, _half(scores.amax(-1, keepdim=True))
+        candidates = scores
+        half = _half(scores.amax(-1, keepdim=True))
         chosen, bound = _nearest(half, candidates, number)
         positions = chosen
-    positions = _sorted(candidates.gather(-1, chosen), positions, held)
+    positions = _sorted(candidates.gather(-1, chosen), positions, count)
     farthest = torch.sub(half, scores.gather(-1, positions[..., -1:]), alpha=0.5)
     certain = (farthest < bound) | (bound == torch.inf) & (half < torch.inf)
     return positions, ~certain.squeeze(-1)
@@ -341,12 +362,10 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """
     delta, k = broadcast(dispersion, keys)
     padded = k == 0
-    given = delta.masked_fill(padded, 0), k.masked_fill(padded, 1)
-    row = softmax_stability.fixed_mask_row_stability(*given).log_value
-    xi, weight = (
-        softmax_stability.fixed_mask_stability(*given).log_value,
-        softmax_stability.log_largest_weight(*given),
-    )
+    arguments = delta.masked_fill(padded, 0), k.masked_fill(padded, 1)
+    row = softmax_stability.fixed_mask_row_stability(*arguments).log_value
+    xi = softmax_stability.fixed_mask_stability(*arguments).log_value
+    weight = softmax_stability.log_largest_weight(*arguments)
     weight, xi, row = (each.masked_fill(padded, -math.inf) for each in (weight, xi, row))
     return AttentionRows(weight, xi, row, row, ())
 
@@ -366,8 +385,11 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
     delta, gap, k = broadcast(dispersion, separation, keys)
     padded = k == 0
     assumption = softmax_stability.positive_separation(gap[~padded])
-    delta, gap, k = delta.masked_fill(padded, 0), gap.masked_fill(padded, 0), k.masked_fill(padded, 1)
-    once, of_row = softmax_stability.heavy_hitter_stability, softmax_stability.heavy_hitter_row_stability
+    delta = delta.masked_fill(padded, 0)
+    gap = gap.masked_fill(padded, 0)
+    k = k.masked_fill(padded, 1)
+    once = softmax_stability.heavy_hitter_stability
+    of_row = softmax_stability.heavy_hitter_row_stability
     forms = once, of_row, softmax_stability.heavy_hitter_split_stability
     logs = softmax_stability.log_largest_weight(delta, k), *(form(delta, gap, k).log_value for form in forms)
     weight, xi, row, split = (each.masked_fill(padded, -math.inf) for each in logs)

@@ -137,7 +137,8 @@ def positive_separation(separation: Real) -> Assumption:
 
 
 def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
-    delta, k = float64(dispersion), float64(keys)
+    delta = float64(dispersion)
+    k = float64(keys)
     if not bool((delta >= 0).all()):
         raise ValueError(f"A dispersion must be at least 0. Got {delta.min().item()}.")
     if not bool(((k >= 1) & (k == k.floor())).all()):
@@ -146,7 +147,8 @@ def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
 
 
 def _all_checked(dispersion: Real, separation: Real, keys: Real) -> tuple[Tensor, Tensor, Tensor]:
-    (delta, k), gap = _checked(dispersion, keys), float64(separation)
+    delta, k = _checked(dispersion, keys)
+    gap = float64(separation)
     if bool(gap.isnan().any()):
         raise ValueError("A separation is NaN. If nothing is masked, write it as +inf.")
     return delta, gap, k
@@ -197,7 +199,7 @@ def local_stability_of_weight(largest: Tensor) -> Tensor:
     return 2 * largest * (1 - largest)
 
 
-def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
+def weight_change(scores: Tensor, other_scores: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
     """Return ‖p(z) − p(z')‖₁, each row with its own mask; (...), float64, in [0, 2].
 
     z and z' in nats, and bools for the keys of each, are (..., keys). A row without keys is a ValueError.
@@ -209,12 +211,12 @@ def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selecte
         >>> weight_change(z, z, both, torch.tensor([True, False])).item()
         1.0
     """
-    change = _masked(scores, selected).softmax(-1) - _masked(other, other_selected).softmax(-1)
+    change = _masked(scores, selected).softmax(-1) - _masked(other_scores, other_selected).softmax(-1)
     return change.abs().sum(dim=-1)
 
 
 def score_change(
-    scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
+    scores: Tensor, other_scores: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
 ) -> Tensor:
     """Return ‖z − z'‖ in nats over the keys of either row, S ∪ S'.
 
@@ -229,7 +231,7 @@ def score_change(
         1.0
     """
     used = selected | other_selected
-    change = torch.where(used, (float64(scores) - float64(other)).abs(), 0.0)
+    change = torch.where(used, (float64(scores) - float64(other_scores)).abs(), 0.0)
     if order == 1:
         return change.sum(dim=-1)
     if order == math.inf:
@@ -237,7 +239,7 @@ def score_change(
     raise ValueError(f"order must be 1 or infinity. Got order={order}.")
 
 
-def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
+def score_range_change(scores: Tensor, other_scores: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
     """Return the unevenness of the scores' change: max − min of z − z', nats, over the keys of either row.
 
     The same number added to all scores changes nothing; 0 without keys. Arguments as of :func:`weight_change`.
@@ -250,7 +252,7 @@ def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_se
         0.5
     """
     used = selected | other_selected
-    change = float64(scores) - float64(other)
+    change = float64(scores) - float64(other_scores)
     high, low = (torch.where(used, sign * change, -math.inf).amax(dim=-1) for sign in (1, -1))
     return torch.where(used.any(dim=-1), high + low, 0.0)
 

@@ -271,7 +271,8 @@ def jacobian_spectral_norm(
         return torch.where(size > 0, vector / size, 0.0), size[..., 0]
 
     u, _ = fresh(start, [])
-    lefts, rights = [u], list[Tensor]()
+    lefts = [u]
+    rights = list[Tensor]()
     matrix = start.new_zeros(*start.shape[:-1], steps + 1, steps)
     for step in range(steps):
         w, matrix[..., step, step] = fresh(vjp(lefts[-1]), rights)

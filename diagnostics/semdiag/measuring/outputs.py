@@ -369,7 +369,7 @@ def output_changes(
     )  # fmt: skip
     ranked = stats.top_keys == first[..., None, None]
     rank = torch.where(ranked.any(-1), ranked.to(torch.uint8).argmax(-1), stats.top_keys.shape[-1])
-    changes = {"head_change": of_call.change / of_call.size[..., None], "others": of_call.others}
+    changes = {"head_change": of_call.change / of_call.size[..., None], "others": of_call.log_other_keys}
     changes["first_rank"] = rank
     if stream is not None and of_call.projected is not None:
         size = stream[0][:, None].expand(call.q.shape[:3])

@@ -151,7 +151,7 @@ def test_a_case_by_hand():
     _, found = found_of(**call, values=values, ks=(1, 2), first=torch.tensor([[2]]))
     assert found.size.item() == pytest.approx(2)
     assert found.change.flatten().tolist() == pytest.approx([4, 1.6])
-    assert found.others.exp().item() == pytest.approx(3 + 2)
+    assert found.log_other_keys.exp().item() == pytest.approx(3 + 2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -162,7 +162,7 @@ def test_the_first_key_is_left_out_of_the_sum_of_the_others(name):
     for b, h, i in torch.ones(BATCH, HEADS, LENGTH).nonzero().tolist():
         z, _, sink = naive(**given_call, row=(b, h, i))
         others = sum(math.exp(score) for j, score in z.items() if j != first[b, h]) + sink
-        assert float(found.others[b, h, i].exp()) == pytest.approx(others, rel=1e-13)
+        assert float(found.log_other_keys[b, h, i].exp()) == pytest.approx(others, rel=1e-13)
 
 
 def test_what_a_first_key_of_nearly_all_weight_leaves_is_not_lost():
@@ -170,7 +170,7 @@ def test_what_a_first_key_of_nearly_all_weight_leaves_is_not_lost():
     scores = torch.tensor([200.0, 1.0, 0.0]).view(1, 1, 1, 3)
     q, k = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 3, 1)
     _, found = found_of(q, k, torch.ones(1, 1, 3, 2), bias=scores, ks=(1, 2))
-    assert found.others.item() == pytest.approx(math.log(math.e + 1), rel=1e-6)
+    assert found.log_other_keys.item() == pytest.approx(math.log(math.e + 1), rel=1e-6)
 
 
 def test_some_queries_of_every_head_have_the_changes_of_the_whole():

@@ -46,7 +46,8 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
     if selected.shape[-1] != selected.shape[-2] or selected.shape[-1] != rows.log_xi.shape[-1]:
         got = f"Got a mask of {tuple(selected.shape[-2:])} and {rows.log_xi.shape[-1]} rows."
         raise ValueError(f"λ_A needs self-attention, with one row of the mask per token. {got}")
-    log_gamma, log_xi = log(norms.gamma), log(norms.token)
+    log_gamma = log(norms.gamma)
+    log_xi = log(norms.token)
     as_query = log_product((log_gamma + 2 * log_xi)[..., None], rows.log_split)
     as_key = log_product(norms.log_form_reach[..., None], _key_sums(rows.log_xi, selected))
     per_token = log_sum(_key_sums(rows.log_weight, selected), as_query, as_key)

@@ -93,10 +93,10 @@ class Bound:
 
 def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
     """Return the assumptions of several bounds in order of first appearance, each once."""
-    kept: list[Assumption] = []
+    assumptions: list[Assumption] = []
     for group in groups:
-        kept.extend(a for a in group if a not in kept)
-    return tuple(kept)
+        assumptions.extend(a for a in group if a not in assumptions)
+    return tuple(assumptions)
 
 
 _MLP_PARAMETERS = {"W_P", "b_P", "W_R", "b_R"}
@@ -165,7 +165,8 @@ def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
     Source: docs/theory.md#parameters. Deviation: the paper has four matrices and no biases.
     """
     a = block.attention
-    log_tokens, log_scale = log(block.tokens), log(a.score_scale)
+    log_tokens = log(block.tokens)
+    log_scale = log(a.score_scale)
     values = float64(a.value_weight) * float64(a.token_norm)[..., None] + float64(a.value_bias)
     inside = {
         "W_q": log_root_sum_squares(log_product(a.log_form, log(a.key_weight))) + log_scale,
@@ -187,7 +188,8 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
     Source: paper, Thm 2 (docs/theory.md#parameters). Deviation: none for one head.
     """
-    a, mlp = block.attention, _log_mlp_constants(block)
+    a = block.attention
+    mlp = _log_mlp_constants(block)
     inside = {
         "W": log_root_sum_squares(a.log_form),
         "V": log(block.tokens) + log(a.token_norm) + 0.5 * log(a.log_form.shape[-1]),
@@ -196,7 +198,8 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
-    mlp, log_tokens = block.mlp, log(block.tokens)
+    mlp = block.mlp
+    log_tokens = log(block.tokens)
     log_bias = log_tokens + log(mlp.weight_out) + log(mlp.activation)
     return {
         "W_P": log_bias + log(mlp.token_norm),

@@ -68,8 +68,10 @@ def paper_input_condition(
         >>> paper_input_condition(8.61, 3.51, 0.016, 1 / 5).left_side.item()
         0.898...
     """
-    delta_s, delta_h = float64(full_dispersion), float64(masked_dispersion)
-    gap, beta = float64(masked_separation), float64(load_ratio)
+    delta_s = float64(full_dispersion)
+    delta_h = float64(masked_dispersion)
+    gap = float64(masked_separation)
+    beta = float64(load_ratio)
     log_scores = log(delta_s) + torch.log1p(beta) + log_one_plus_inverse(gap.clamp(min=0))
     numerator = delta_h + torch.logaddexp(log_scores, log(beta)) - torch.log1p(delta_s)
     return _per_full_dispersion(numerator, delta_s, gap, "paper, Cor. 1, eq. 305")
@@ -130,7 +132,8 @@ def sound_input_margin(masked_map: Bound, full_map: Bound) -> Condition:
 
 def _per_full_dispersion(numerator: Tensor, delta_s: Tensor, gap: Tensor | None, source: str) -> Condition:
     """Divide by δ_s; +inf where an assumption leaves no value."""
-    stated, numbers = delta_s > 0, {"smallest": delta_s.min().item()}
+    stated = delta_s > 0
+    numbers = {"smallest": delta_s.min().item()}
     assumptions = [Assumption("the full model's dispersion is positive", numbers, holds=bool(stated.all()))]
     if gap is not None:
         stated = stated & (gap > 0)

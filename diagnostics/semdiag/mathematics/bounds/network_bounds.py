@@ -117,11 +117,13 @@ def _through_network(
 ) -> dict[str, Tensor]:
     """Propagate each block's parameter constants through the later blocks and the readout."""
     above = readout.log_token_constant
-    found: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
     for t in reversed(range(len(blocks))):  # first block first
-        found = {f"block {t} {name}": log_product(above, value) for name, value in inside[t].items()} | found
+        constants = {
+            f"block {t} {name}": log_product(above, value) for name, value in inside[t].items()
+        } | constants
         above = log_product(above, log_input_constant(blocks[t]))
-    return found
+    return constants
 
 
 _GRAM_STEPS = 4  # overestimates a norm of width 64 by a few per cent, 14% at most
@@ -199,9 +201,9 @@ def attention_reach(at: AttentionAtPoint) -> Tensor:
     apart += gamma * out[:, None, None] * (mean_values + of_values.mT)
     back = (at.queries @ at.key_weight).norm(dim=-1, keepdim=True) + gamma * of_queries * key[:, None, None]
     as_key = abs(at.scale) * apart * back
-    own = at.output_weight[:, None] @ covariances(p, at.values, at.keys) @ at.query_weight[:, None]
+    gradient = at.output_weight[:, None] @ covariances(p, at.values, at.keys) @ at.query_weight[:, None]
     spread = (p @ (of_values * of_keys) + mean_values * (p @ of_keys))[..., 0]
-    as_query = abs(at.scale) * (upper_bound(own, _GRAM_STEPS) + gamma * (out * query)[:, None] * spread)
+    as_query = abs(at.scale) * (upper_bound(gradient, _GRAM_STEPS) + gamma * (out * query)[:, None] * spread)
     norms = (torch.linalg.matrix_norm(value_map, 2) + gamma * out * value)[:, None, None]
     reach: Tensor = (p * (norms + as_key) + torch.diag_embed(as_query)).sum(0)
     return reach * (1 + gamma)
@@ -244,7 +246,9 @@ def score_gradient_sums(
         >>> score_gradient_sums(p, (x, x, x), x[0], torch.ones(1, 1, 2, 1), 1.0)[:, 0]  # a variance of 1
         tensor([4.0000, 2.0000, 4.0000], dtype=torch.float64)
     """
-    p, u, g = float64(weights), float64(tokens), float64(cotangents)
+    p = float64(weights)
+    u = float64(tokens)
+    g = float64(cotangents)
     q, k, v = (float64(x) for x in query_key_value)
     each = abs(scale) * g.norm(dim=-1)
     of_keys, of_tokens = (each * covariance_norms(p, x, v) for x in (k, u[:, None].expand(-1, p.shape[1], -1, -1)))

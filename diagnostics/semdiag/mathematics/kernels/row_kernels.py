@@ -78,7 +78,7 @@ _PLAIN = [
 
 @triton.jit(do_not_specialize=_PLAIN)
 def _pass(  # noqa: C901
-    q, k, allowed, bias, places, spans, lse, floats, counts, groups, ranges, bounds, slots, found, sums,
+    q, k, allowed, bias, places, spans, lse, floats, counts, groups, ranges, bounds, slots, pairs_found, sums,
     head0, tile0, heads, key_heads, all_heads, all_keys, q_length, k_length, q_rows, k_rows, first_query,
     scale, softcap, GROUPS, ROOM, s_b, s_h, a_b, a_h, a_q, a_k, p_b, p_h, p_q, p_k,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -108,10 +108,10 @@ def _pass(  # noqa: C901
     least = tl.min(tl.where(inside, last, k_length), 0)
     last = tl.where(inside, last, -1)
     place = tl.maximum(place, 0).to(tl.int64)
-    # What the tile sees: keys from first, all of them for each row up to whole, none from end
+    # What the tile sees: keys from first, all of them for each row up to all_visible_end, none from end
     first = 0
     end = tl.max(last, 0) + 1
-    whole = tl.minimum(least + 1, end) // BN * BN
+    all_visible_end = tl.minimum(least + 1, end) // BN * BN
     if SPANS:
         span = spans + 2 * (b * s_b + h * s_h + tile)
         first = tl.minimum(tl.load(span), end)
@@ -143,17 +143,17 @@ def _pass(  # noqa: C901
     minimum = tl.full([BM], float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     moment = tl.zeros([BM], tl.float32)  # Σ exp(z - max) (z - max)
-    seen = last + 1
+    visible_keys = last + 1
     if MASK > 0:
-        seen = tl.zeros([BM], tl.int32)
+        visible_keys = tl.zeros([BM], tl.int32)
     more = tl.zeros([BM], tl.int32)
     equal = tl.zeros([BM], tl.int32)
     for EDGE in tl.static_range(FROM, 2):  # first where every row sees every key
         begin = first
-        stop = whole
+        stop = all_visible_end
         if EDGE:
             if MASK == 0:
-                begin = whole
+                begin = all_visible_end
             stop = end
         for start in range(begin, stop, BN):
             s, valid = _scores(
@@ -171,7 +171,7 @@ def _pass(  # noqa: C901
                 if EDGE:
                     minimum = tl.minimum(minimum, tl.min(tl.where(valid, s, float("inf")), 1))
                     if MASK > 0:
-                        seen += tl.sum(valid.to(tl.int32), 1)
+                        visible_keys += tl.sum(valid.to(tl.int32), 1)
                 else:
                     minimum = tl.minimum(minimum, tl.min(s, 1))
                 zero = tl.where(higher == float("-inf"), 0.0, higher)
@@ -213,8 +213,8 @@ def _pass(  # noqa: C901
                     weight = tl.where((total_row < float("inf"))[:, None], weight, 0.0)
                     tl.store(sums + index.to(tl.int64) * k_rows + start + tl.arange(0, BN), tl.sum(weight, 0))
     if SECOND and TOP > 0:
-        tl.store(found + 2 * buffered, more)
-        tl.store(found + 2 * buffered + 1, equal)
+        tl.store(pairs_found + 2 * buffered, more)
+        tl.store(pairs_found + 2 * buffered + 1, equal)
     if not SECOND:
         bad = tl.zeros([BM], tl.int32)
         undefined = tl.zeros([BM], tl.int32)
@@ -232,7 +232,7 @@ def _pass(  # noqa: C901
         tl.store(floats + size + row, tl.where(undefined > 0, float("nan"), minimum), mask=inside)
         tl.store(floats + 2 * size + row, 1.0 / total, mask=inside)
         tl.store(floats + 3 * size + row, tl.log(total) - moment / total, mask=inside)
-        tl.store(counts + row, seen, mask=inside)
+        tl.store(counts + row, visible_keys, mask=inside)
         tl.store(counts + size + row, bad, mask=inside)
         if TOP > 0:
             tl.store(ranges + 2 * index, first // BN * (BN // G))
@@ -270,7 +270,7 @@ def _candidates(slots, at, more, n, ROOM):
 
 @triton.jit(do_not_specialize=["head0", "row0", "rows", "q_length", "size", "ROOM"])
 def _ranked(
-    slots, found, counts, top, keys, head0, row0, rows, q_length, size, ROOM,
+    slots, pairs_found, counts, top, keys, head0, row0, rows, q_length, size, ROOM,
     TOP: tl.constexpr, SIZE: tl.constexpr, B: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Rank the candidates of R rows by counting those that come before each; NaN if the two passes disagree."""
@@ -278,12 +278,12 @@ def _ranked(
     inside = row0 + row < q_length
     local = tl.program_id(1).to(tl.int64) * rows + row
     out = (head0 + tl.program_id(1)).to(tl.int64) * q_length + row0 + row
-    more = tl.load(found + 2 * local, mask=inside, other=0)
-    equal = tl.load(found + 2 * local + 1, mask=inside, other=0)
-    seen = tl.load(counts + out, mask=inside, other=0)
+    more = tl.load(pairs_found + 2 * local, mask=inside, other=0)
+    equal = tl.load(pairs_found + 2 * local + 1, mask=inside, other=0)
+    visible_keys = tl.load(counts + out, mask=inside, other=0)
     # In a row with bad scores, -inf is not listed, and there may be no room for all NaN.
     bad = tl.load(counts + size + out, mask=inside, other=0)
-    fits = (bad > 0) | ((more <= ROOM) & ((more + equal > TOP) | (more + equal >= seen)))
+    fits = (bad > 0) | ((more <= ROOM) & ((more + equal > TOP) | (more + equal >= visible_keys)))
     more = tl.minimum(more, ROOM)
     n = more + equal
     slots += local * (ROOM + TOP + 1)
@@ -324,8 +324,8 @@ def _mask_spans(
     for start in range(0, k_length, BN):
         cols = start + tl.arange(0, BN)
         mask = (rows < q_length)[:, None] & (cols < k_length)[None, :]
-        seen = tl.load(base[:, None] + (cols.to(tl.int64) * a_k)[None, :], mask=mask, other=0).to(tl.int32)
-        some = tl.max(tl.max(seen, 1), 0) > 0
+        visible = tl.load(base[:, None] + (cols.to(tl.int64) * a_k)[None, :], mask=mask, other=0).to(tl.int32)
+        some = tl.max(tl.max(visible, 1), 0) > 0
         first = tl.where(some, tl.minimum(first, start), first)
         end = tl.where(some, start + BN, end)
     at = spans + 2 * (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
@@ -377,10 +377,10 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     if halves == 1 and x.shape == shape[1:]:
         return x.contiguous()
     out = x.new_zeros(shape) if (length, width) != shape[3:] else x.new_empty(shape)
-    own = out[..., :length, :width]
-    own[0] = x if halves == 1 else _tf32(x)
+    filled = out[..., :length, :width]
+    filled[0] = x if halves == 1 else _tf32(x)
     if halves == 2:
-        own[1] = _tf32(x - own[0])
+        filled[1] = _tf32(x - filled[0])
     return out
 
 
@@ -411,16 +411,22 @@ def kernel_rows(
     q = scores.q if scores.places is None else rows_of(scores.q, scores.places)
     tile = fitting_tile(q) if tile is None else tile
     batch, heads, length, _ = q.shape
-    k_length, device, n = scores.k.shape[2], q.device, batch * heads
-    tiles, blocks = triton.cdiv(length, tile.rows), triton.cdiv(k_length, tile.keys)
+    k_length = scores.k.shape[2]
+    device = q.device
+    n = batch * heads
+    tiles = triton.cdiv(length, tile.rows)
+    blocks = triton.cdiv(k_length, tile.keys)
     split = q.dtype == torch.float32
-    q, k = _padded(q, tiles * tile.rows), _padded(scores.k, blocks * tile.keys)
+    q = _padded(q, tiles * tile.rows)
+    k = _padded(scores.k, blocks * tile.keys)
     allowed = part_of(scores.allowed, _ALL, _ALL)
     allowed = None if allowed is None else allowed.view(torch.uint8)
     bias = part_of(scores.bias, _ALL, _ALL)
-    (masked, a), (biased, p) = _kind(allowed), _kind(bias)
+    masked, a = _kind(allowed)
+    biased, p = _kind(bias)
     nothing = q.new_empty(1)
-    spans, s = nothing, (0, 0)
+    spans = nothing
+    s = (0, 0)
     of_batch, of_heads = (0, 0) if allowed is None else allowed.shape[:2]
     if allowed is not None and of_batch * of_heads <= _GRID and masked == 2 and scores.places is None:
         spans = torch.empty(of_batch, of_heads, tiles, 2, dtype=torch.int32, device=device)
@@ -437,7 +443,8 @@ def kernel_rows(
     counted = scores.counted()
 
     # Memory of a row: maxima of groups, and candidates; of a tile: sums of its columns
-    size, room = 1, 0
+    size = 1
+    room = 0
     if top:
         powers = [2**i for i in range(2, 1 + tile.keys.bit_length() - 1)]
         size = min(powers, key=lambda g: 6 * blocks * tile.keys // g + 8 * min(top * g, k_length))
@@ -445,7 +452,8 @@ def kernel_rows(
     groups = blocks * (tile.keys // size)
     of_tile = tile.rows * (4 * groups + 8 * (room + top + 1)) * bool(top) + 4 * blocks * tile.keys * received
     at_once = max(1, _MEMORY // max(1, of_tile)) if of_tile else n * tiles
-    some_heads, some_tiles = min(n, max(1, at_once // tiles), _GRID), min(tiles, at_once)
+    some_heads = min(n, max(1, at_once // tiles), _GRID)
+    some_tiles = min(tiles, at_once)
     most = some_heads * some_tiles * tile.rows
     memory = [q.new_empty(1)] * 6
     if top:
@@ -464,13 +472,13 @@ def kernel_rows(
         "num_warps": tile.warps, "num_stages": tile.stages,
         "maxnreg": None if masked or biased else tile.registers,
     }  # fmt: skip
-    given = [q, k, *(nothing if x is None else x for x in (allowed, bias)), places, spans]
+    tensors = [q, k, *(nothing if x is None else x for x in (allowed, bias)), places, spans]
     numbers = [scores.first_query, scores.scale, scores.softcap or 1.0, groups, room, *s, *a, *p]
     together = 1 if q.is_cuda else tile.rows  # rows of a program that ranks; the interpreter is slow to start one
 
     def run(second: bool, lse: Tensor, first: int, head: int, grid: tuple[int, int]) -> None:
         _pass[grid](
-            *(*given, lse, floats, counts, *memory, head, first, *sizes, *numbers),
+            *(*tensors, lse, floats, counts, *memory, head, first, *sizes, *numbers),
             **constants,
             SECOND=second,
             RECEIVED=second and received,
