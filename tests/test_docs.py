@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from semdiag.commands.main import main
+from semdiag.measuring.metrics import METRICS
 from semdiag.questions import registry
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +134,14 @@ def test_every_command_has_a_part_of_a_page_with_a_real_example_and_the_index_li
         assert f"```console\n$ semdiag {command}" in PAGES[page]
         assert f"(commands/{page}.md)" in index
         assert f"\n## {command}\n" in PAGES["options"]
+
+
+def test_the_glossary_has_every_metric_with_a_symbol_and_no_other_symbol_for_one() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    symbols = {name.lower(): symbol for name, symbol in re.findall(r"\*\*([\w ]+)\*\* ?(\w*):", page)}
+    for metric in METRICS.values():
+        assert symbols.get(metric.title, metric.symbol) == metric.symbol, metric.name
+        assert not metric.symbol or metric.title in symbols, metric.name
 
 
 def test_the_page_of_options_is_made_from_the_program() -> None:

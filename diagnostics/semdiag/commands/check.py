@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,15 +12,18 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Asked, Question
 from semdiag.presenting.terminal import beside_json, say, tell, terminal
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 _judged = partial(options.option, panel="What is judged")
 
 
 def _check(
     rule: Annotated[list[str] | None, _judged(
-        "What every model must satisfy, like \"dispersion.p95 < 10\". Repeatable. First a quantity: dispersion, "
-        "separation or load with .mean or .p0 … .p100, or accuracy or residual (how far attention recomputed "
-        "from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and layers, any of "
-        "layer=0 attention=topk task=even-pairs model=*seed-1*.",
+        "What every model must satisfy, like \"dispersion.p95 < 10\". Repeatable. First a metric, like "
+        "dispersion, separation or load, with .mean or .p0 … .p100, or accuracy or residual (how far attention "
+        "recomputed from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models "
+        "and layers, any of layer=0 attention=topk task=even-pairs model=*seed-1*.",
     )] = None,
     baseline: Annotated[Path | None, _judged(
         "JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
@@ -113,16 +116,42 @@ def list_names(
     attentions = Table("attention", "what a query attends to", title="Attentions", box=SIMPLE_HEAD)
     for name, kind in ATTENTIONS.items():
         attentions.add_row(name, kind.meaning)
-    metrics = Table("metric", "definition", "command", title="Metrics", box=SIMPLE_HEAD)
-    for row in _METRICS:
-        metrics.add_row(*row)
-    tables = {"tasks": tasks, "attentions": attentions, "metrics": metrics}
+    tables = {"tasks": tasks, "attentions": attentions, "metrics": _metrics()}
     if what not in (*tables, "all"):
         raise unknown_name("list", what, tables)
     console = terminal()
     for name, table in tables.items():
         if what in (name, "all"):
             console.print(table)
+
+
+def _metrics() -> "Table":
+    """Return the table of metrics, and of what else is measured."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from semdiag.measuring.metrics import METRICS
+
+    table = Table("metric", "definition", "monitor", "commands", title="Metrics", box=SIMPLE_HEAD)
+    table.columns[0].no_wrap = True
+    table.caption_justify = "left"
+    table.caption = (
+        "_kK: as if each query kept its K largest scores. monitor: what it records of a head's queries, and "
+        "alarms for. check: what a rule may limit."
+    )
+    for metric in METRICS.values():
+        suffix = ("[_kK]" if metric.takes(None) else "_kK") if metric.takes(1) else ""
+        commands = {metric.command: metric.command, "check": metric.gated}
+        meaning = f"{metric.symbol}: {metric.meaning}".removeprefix(": ")
+        table.add_row(
+            metric.name + suffix,
+            f"{meaning} ({metric.unit})" if metric.unit else meaning,
+            metric.by_head,
+            ", ".join(command for command, possible in commands.items() if possible),
+        )
+    for name, definition, command in _OF_MODELS:
+        table.add_row(name, definition, "", command)
+    return table
 
 
 def _out_of_reach() -> str:
@@ -145,18 +174,14 @@ def _out_of_reach() -> str:
 
 
 _K = 5  # of the examples
-_METRICS = (
-    ("semantic dispersion δ", "range of the scores a query attends to, nats", "semdiag dispersion"),
-    ("semantic separation Δ", "smallest kept score minus largest dropped one, nats", "semdiag separation"),
-    ("key load", "number of queries that attend to a key", "semdiag separation"),
-    ("softmax stability ξ", "change of attention weights per change of scores, ℓ1", "semdiag stability"),
-    ("response", "mean change of attention weights under input noise", "semdiag stability"),
-    ("unchanged masks", "share under input noise: certified, predicted, observed", "semdiag mask-stability"),
-    ("mask agreement", "share of a query's kept keys unchanged by input noise", "semdiag mask-stability"),
-    ("Lipschitz estimates", "secants, gradients, block Jacobians, from below", "semdiag lipschitz"),
-    ("loss surface", "loss and accuracy, or δ and Δ, on planes of parameters", "semdiag landscape"),
-    ("Lipschitz bounds λ", "of attention, block, tensor and loss; Corollary 1", "semdiag bounds"),
-    ("weight kept", "weight of a query's k largest scores, for every k", "semdiag k-sweep"),
+_OF_MODELS = (  # what is measured of a model, and is no metric of a query or key
+    ("softmax stability ξ", "change of attention weights per change of scores, ℓ1", "stability"),
+    ("response", "mean change of attention weights under input noise", "stability"),
+    ("unchanged masks", "share under input noise: certified, predicted, observed", "mask-stability"),
+    ("mask agreement", "share of a query's kept keys unchanged by input noise", "mask-stability"),
+    ("Lipschitz estimates", "secants, gradients, block Jacobians, from below", "lipschitz"),
+    ("loss surface", "loss and accuracy, or δ and Δ, on planes of parameters", "landscape"),
+    ("Lipschitz bounds λ", "of attention, block, tensor and loss; Corollary 1", "bounds"),
 )
 
 _SPLITS = ("train", "holdout")

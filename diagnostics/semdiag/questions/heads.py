@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.estimates import counterfactual_ks
 from semdiag.measuring.findings.findings import Findings, modules_by_layer, records
+from semdiag.measuring.metrics import METRICS, NATS, SHARE
 from semdiag.measuring.words import counted, layer_name, significant
 from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells, short_labels
@@ -67,7 +68,7 @@ def answer(findings: Findings) -> Answer:
 
 
 _MOST_CELLS = 4000  # heads of a map in the page: about 150 bytes each
-_MAPPED = {"first_weight": "weight on the first key", "entropy": "entropy", "dispersion": "dispersion δ"}
+_MAPPED = "first_weight", "entropy", "dispersion"
 
 
 class HeadMap(NamedTuple):
@@ -86,8 +87,8 @@ def head_cells(findings: Findings) -> HeadMap | None:
     quantity = next((name for name in _MAPPED if name in table and table[name].notna().any()), None)
     if len(findings.measurements.models) != 1 or quantity is None or not 1 < len(table) <= _MOST_CELLS:
         return None
-    share = quantity == "first_weight"
-    top = 1.0 if share else float(table[quantity].max()) or 1.0
+    metric = METRICS[quantity]
+    top = 1.0 if metric.unit == SHARE else float(table[quantity].max()) or 1.0
     layers = sorted(int(layer) for layer in table["layer"].unique())
     names = {layer: layer_name(layer, findings(modules_by_layer, table["model"].iloc[0])) for layer in layers}
     cells = {(row["head"], row["layer"]): row for row in records(table)}
@@ -97,17 +98,15 @@ def head_cells(findings: Findings) -> HeadMap | None:
         for layer in layers:
             row = cells.get((head, layer), {})
             value = row.get(quantity, math.nan)
-            said = [
-                f"{words} {row[name]:.0%}" if name == "first_weight" else f"{words} {row[name]:.3g} nats"
-                for name, words in _MAPPED.items() if not math.isnan(row.get(name, math.nan))
-            ]  # fmt: skip
-            words = f"Layer {names[layer]}, head {head}: {', '.join(said) or 'not measured'}"
+            numbers = {METRICS[name]: row.get(name, math.nan) for name in _MAPPED}
+            texts = [f"{each.label} {each.text(x)}" for each, x in numbers.items() if not math.isnan(x)]
+            words = f"Layer {names[layer]}, head {head}: {', '.join(texts) or 'not measured'}"
             line.append((layer, None if math.isnan(value) else value / top, words))
         rows.append((head, line))
-    high = "100%" if share else f"{top:.3g} nats"
-    name = _MAPPED[quantity]
-    title = f"Share of each head's {name}" if share else f"{name.capitalize()} of each head"
-    return HeadMap(title, "0", high, layers, rows)
+    title = f"{metric.label.capitalize()} of each head"
+    if metric.unit == SHARE:
+        title = f"Share of each head's {metric.label}"
+    return HeadMap(title, "0", metric.text(top), layers, rows)
 
 
 def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:
@@ -132,7 +131,6 @@ def first_k(findings: Findings) -> int | None:
 _FAR = 10  # ratio of the largest to the smallest δ above which colours are logarithmic
 _TALL = 60  # with more heads of all models together, their rows get lower
 _WRITTEN = 8  # with more layers, numbers in the cells would be illegible
-_NATS = ("dispersion", "entropy")
 _FOUND = {
     "dispersion": "dispersion δ: {low} to {high} nats, the most in layer {most}",
     "entropy": "entropy of the weights: {low} to {high} nats, the least in layer {least}",
@@ -221,11 +219,12 @@ def _cells(
 def _draw(ax: Axes, cells: np.ndarray, name: str) -> None:
     positive = cells[np.isfinite(cells) & (cells > 0)]
     scale = Normalize(0, 1)
-    if name in _NATS:
+    in_nats = METRICS[name].unit == NATS
+    if in_nats:
         low, high = (positive.min(), positive.max()) if len(positive) else (0.0, 1.0)
         far = name == "dispersion" and high > _FAR * low
         scale = LogNorm(low, high) if low and far else Normalize(0, high)
-    text = ("{:.2g}" if name in _NATS else "{:.0%}").format
+    text = ("{:.2g}" if in_nats else "{:.0%}").format
     heat_map(ax, cells, scale, text if cells.shape[1] <= _WRITTEN else None)
 
 

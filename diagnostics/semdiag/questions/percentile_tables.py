@@ -5,6 +5,7 @@ from typing import Any
 
 from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
 from semdiag.measuring.findings.findings import Findings, Summary, modules_by_layer
+from semdiag.measuring.metrics import METRICS
 from semdiag.measuring.words import layer_name, number_from_json, percent, plain, three_digits
 from semdiag.presenting.answer import Folded, title
 from semdiag.presenting.tables import NEVER, Column, NumberTable, not_shown
@@ -12,7 +13,6 @@ from semdiag.presenting.tables import NEVER, Column, NumberTable, not_shown
 _PERCENTILES = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
 _DROPPED = {"p75": 1, "p90": 2, "mean": 3}  # in this order, where the terminal is narrow
 _SHARES = (("share_below", "≤ 0"), ("recall", "recall"), ("without_keys", "no key"))
-_TITLES = {"dispersion": "dispersion δ (nats)", "separation": "separation Δ (nats)", "load": "key load (queries)"}
 _NOTHING_DROPPED = (
     "every query keeps every key, so no key is separated from others. Add --k 8 to ask what a top-k would drop."
 )
@@ -37,7 +37,7 @@ def percentile_tables(
         sampled = f", {SAMPLED}" if model in drawn(findings) else ""
         modules = findings(modules_by_layer, model)
         for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
-            heading = f"{name}: {_TITLES[quantity]}{sampled}"
+            heading = f"{name}: {METRICS[quantity].label} ({METRICS[quantity].unit}){sampled}"
             rows = _rows(result, quantity, modules)
             short = [row for row in rows if row["short"]]
             hidden = len(rows) - len(short)
@@ -67,7 +67,7 @@ def _rows(result: Summary, quantity: str, modules: Sequence[str]) -> list[dict[s
             suffix = "" if one is result else f" k={one['k']}"
             short = pooled or any(row is end for end in ends)
             rows.append({**row, **numbers, "place": f"{layer}{suffix}", "short": short})
-            if quantity == "separation":
+            if METRICS[quantity].of_dropped:
                 separated = numbers["queries"] - numbers["undefined"]
                 rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
     return rows

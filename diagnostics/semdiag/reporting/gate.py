@@ -26,6 +26,7 @@ from semdiag.measuring.findings.findings import (
     records,
     schema,
 )
+from semdiag.measuring.metrics import METRICS
 from semdiag.measuring.percentiles import PERCENTILES, percentiles
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, number_from_json
@@ -33,12 +34,11 @@ from semdiag.questions.dispersion.answer import GATED, GateResult, dispersion_ga
 from semdiag.questions.mask_stability.measure import MASKS
 from semdiag_files import InputError, read_json, unknown_name
 
-METRICS = {"dispersion": "queries", "separation": "queries", "load": "loads"}  # and the table of each
 FACTS = ("accuracy", "residual")  # one number per model, without percentiles
 STATISTICS = ("mean", *(f"p{p}" for p in PERCENTILES))
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FILTERS = ("layer", "attention", "model", "task")
-_RULE = re.compile(r"\s*([a-z]+)(?:\.([a-z]+\d*))?\s*(<=|>=|<|>)\s*(\S+)((?:\s+\S+)*)\s*")
+_RULE = re.compile(r"\s*([a-z_]+)(?:\.([a-z]+\d*))?\s*(<=|>=|<|>)\s*(\S+)((?:\s+\S+)*)\s*")
 _LONGEST = 1000  # characters: matching takes time quadratic in the length
 _EXAMPLE = 'Write it like "dispersion.p95 < 10" or "separation.p5 > 1e-4 attention=topk layer=0".'
 
@@ -48,7 +48,7 @@ class Rule:
     """A limit that a number of every chosen model must respect."""
 
     text: str  # as the user wrote it
-    metric: str  # a key of :data:`METRICS`, or one of :data:`FACTS`
+    metric: str  # one of :func:`limited`, or one of :data:`FACTS`
     statistic: str  # one of :data:`STATISTICS`; empty for a fact
     comparison: str  # a key of the known comparisons
     limit: float  # the number
@@ -87,6 +87,11 @@ class RuleResult:
         return f"{self.rule.text} {outcome}"
 
 
+def limited() -> list[str]:
+    """Return the metrics whose percentiles a rule may limit."""
+    return [metric.name for metric in METRICS.values() if metric.gated]
+
+
 def parse_rule(text: str) -> Rule:
     """Read ``metric.percentile op number [layer=N] [attention=KIND] [model=PATTERN] [task=NAME]``."""
     if len(text) > _LONGEST:
@@ -95,11 +100,11 @@ def parse_rule(text: str) -> Rule:
     if read is None:
         raise InputError(f"The rule {text!r} cannot be read. {_EXAMPLE}")
     metric, statistic, comparison, number, rest = read.groups()
-    if metric not in (*METRICS, *FACTS):
-        raise unknown_name("metric in a rule", metric, (*METRICS, *FACTS))
+    if metric not in (*limited(), *FACTS):
+        raise unknown_name("metric in a rule", metric, (*limited(), *FACTS))
     if metric in FACTS and statistic:
         raise InputError(f"The rule {text!r}: {metric} is one number per model and takes no percentile.")
-    if metric in METRICS and statistic not in STATISTICS:
+    if metric not in FACTS and statistic not in STATISTICS:
         raise InputError(f"The rule {text!r} needs a statistic after {metric}: one of {', '.join(STATISTICS)}.")
     try:
         limit = float(number)
@@ -147,7 +152,8 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
         if not chosen:
             raise InputError(f"The rule {rule.text!r} chooses none of the models: nothing would be checked.")
         outcomes = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
-        lacking = DENSE if rule.metric == "separation" else ()  # have no such quantity, whatever their scores
+        # dense attention drops nothing, and has no such number, whatever its scores
+        lacking = DENSE if rule.metric in METRICS and METRICS[rule.metric].of_dropped else ()
         concerned = [
             result
             for result, row in zip(outcomes, chosen, strict=True)

@@ -2,9 +2,8 @@
 
 import pytest
 
+from semdiag.measuring.metrics import METRICS
 from semdiag_models import ATTENTIONS, TASKS
-
-METRICS = ("dispersion", "separation", "load")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """``with semdiag.capture(model) as calls``: statistics of the attention in your own forward passes."""
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +36,9 @@ from semdiag.measuring.calls.collector import (
 )
 from semdiag.measuring.calls.counted_rows import Arrivals, Tensors, counted_rows, remark_path
 from semdiag.measuring.calls.running import running
+from semdiag.measuring.metrics import METRICS, Metric
 from semdiag.measuring.words import counted
-from semdiag_files import InputError
+from semdiag_files import InputError, unknown_name
 from semdiag_models import Encoder
 
 LARGEST_K = 32
@@ -75,14 +77,14 @@ class Calls:
         With a k, or several, each query would keep its k largest scores. Further columns are keys, k (missing for
         None) and dispersion (NaN without keys). A k that is not in 1 … the capture's k is a ValueError.
         """
-        return self._table("query", "dispersion", k, lambda statistics, n: statistics.dispersion(n))
+        return self._table(METRICS["dispersion"], k)
 
     def separation(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
         """Return the semantic separation Δ of every query: its smallest kept score minus the largest dropped one.
 
         In nats, +inf if nothing is dropped; ``k``, columns and errors as of :meth:`dispersion`.
         """
-        return self._table("query", "separation", k, lambda statistics, n: statistics.separation(n))
+        return self._table(METRICS["separation"], k)
 
     def loads(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
         """Return the key load, how many queries attend to each key, and the weight that the key receives.
@@ -90,13 +92,30 @@ class Calls:
         ``k`` and errors as of :meth:`dispersion`. There is one row per key and k, with the further columns k, load
         and received, Σ_i p_ij over the queries that were looked at (NaN with a k); no row for padded keys.
         """
-        received = self._table("key", "received", k, lambda s, n: s.received * (1 if n is None else torch.nan))
-        table = self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
-        return table.assign(received=received["received"])
+        table = self._table(METRICS["load"], k)
+        if k is not None:
+            return table.assign(received=math.nan)
+        return table.assign(received=self._table(METRICS["received"], None)["received"])
 
     def entropy(self) -> pd.DataFrame:
         """Return the entropy −Σ p ln p of the attention weights of every query, in nats; NaN without keys."""
-        return self._table("query", "entropy", None, lambda statistics, n: statistics.entropy)
+        return self._table(METRICS["entropy"], None)
+
+    def metric(self, name: str, k: int | Sequence[int] | None = None) -> pd.DataFrame:
+        """Return a metric that ``semdiag list metrics`` names, of every query or key, like ``weight_kept``, k=8.
+
+        ``k``, columns and errors as of :meth:`dispersion`. A name that is no metric of single queries or keys, or
+        a k where the metric takes none, or none where it needs one, is an InputError.
+        """
+        known = [metric.name for metric in METRICS.values() if metric.of_rows and metric.per != "head"]
+        if name not in known:
+            raise unknown_name("metric", name, known)
+        metric = METRICS[name]
+        if k is None and not metric.takes(None):
+            raise InputError(f"{name} needs a k: calls.metric({name!r}, k=8).")
+        if k is not None and not metric.takes(1):
+            raise InputError(f"{name} takes no k. Got k={k!r}.")
+        return self._table(metric, k)
 
     def scores(self, layer: int, head: int | None = None) -> Tensor:
         """Return a layer's scores before its softmax, in nats, from a capture with ``scores=True``.
@@ -124,7 +143,7 @@ class Calls:
 
     def received(self) -> pd.DataFrame:
         """Return the weight that each key receives, r_j = Σ_i p_ij over the queries: a part of :meth:`loads`."""
-        return self.loads().drop(columns=["k", "load"])
+        return self._table(METRICS["received"], None).drop(columns="k")
 
     def weight_between(self, groups: Mapping[str, Any]) -> pd.DataFrame:
         """Return the weight that groups of tokens give one another, from a capture with ``scores=True``.
@@ -213,21 +232,20 @@ class Calls:
         """Number of softmaxes that met no values (routers, losses, outputs), which are no attention."""
         return self._audit.others.total()
 
-    def _table(
-        self, position: str, name: str, k: int | Sequence[int] | None, value: Callable[[Any, int | None], Tensor]
-    ) -> pd.DataFrame:
+    def _table(self, metric: Metric, k: int | Sequence[int] | None) -> pd.DataFrame:
         ks: tuple[int | None, ...] = (None,) if k is None else whole_numbers(k, "k", 1)
         if wrong := [n for n in ks if n is not None and n > self._k]:
             raise ValueError(
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
             )
         self._arrivals.settle()
-        each = [(reduced, n) for reduced in self._reduced for n in ks]
-        parts = [rows_of_call(r, position, name, n, value(r.statistics, n)) for r, n in each]
+        parts = [rows_of_call(reduced, metric, n) for reduced in self._reduced for n in ks]
         if parts:
             return pd.concat(parts, ignore_index=True).astype({"k": "Int64"})
-        place = ["call", "module", "layer", "occurrence", "sample", "head", position]
-        return pd.DataFrame(columns=[*place, *["keys"] * (position == "query"), "k", name])
+        place = ["call", "module", "layer", "occurrence", "sample", "head", metric.per]
+        if metric.per == "query":
+            place.append("keys")
+        return pd.DataFrame(columns=[*place, "k", metric.name])
 
     @torch.no_grad()
     def _add(self, call: AttentionCall, padding: Padding, samples: int, second: int) -> None:

@@ -24,6 +24,7 @@ from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
 from semdiag.mathematics.score_strips import as_mask, rows_of
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, Tensors, counted_rows
 from semdiag.measuring.calls.residual import residual_numbers
+from semdiag.measuring.metrics import Metric, columns_of, in_table
 from semdiag.measuring.row_sample import SKETCHES, KeptRows
 from semdiag.measuring.table import CALLS, HEADS, REMARKS, RESIDUALS, SKIPPED
 from semdiag.measuring.words import counted
@@ -354,7 +355,7 @@ class Collector:
         self._queries = KeptRows(max_queries, _QUERY_PLACES)
         self._loads = KeptRows(max_queries, _KEY_PLACES)
         self._non_finite: list[dict[str, np.ndarray]] = []
-        self._heads: dict[int, Tensor] = {}  # (4 + number of k, H) by layer: queries, and sums over them
+        self._heads: dict[int, Tensor] = {}  # (1 + metrics, H) by layer: queries, and sums over them
         self.arrivals = Arrivals()  # what calls sent; to be settled before anything is read
 
     def start(self, samples: int) -> None:
@@ -368,9 +369,13 @@ class Collector:
         rows = counted_rows(call, max(self.k, default=0), self.draws.places(call), received=True)
         layer, samples = self.layers.add(rows, self.arrivals), self._numbers.of(len(call.q))
         sent = self._of_queries(rows) | {"some_keys": rows.keys, "heads": self._sums(rows)}
-        sent |= {"load": rows.statistics.load, **{f"load_k{k}": rows.statistics.key_load(k) for k in self.k}}
-        sent["received"] = rows.statistics.received
+        sent |= self._metrics("loads", rows)
         self.arrivals.send(sent, partial(self._receive, layer, samples))
+
+    def _metrics(self, table: str, rows: CountedRows) -> Tensors:
+        """Return the columns of a table that are metrics."""
+        columns = columns_of(in_table(table), self.k).items()
+        return {column: metric.of(rows, k) for column, (metric, k) in columns}
 
     def _of_queries(self, rows: CountedRows) -> Tensors:
         """Return columns (B, H, R) of the table of queries, which of them count, and scores without a value."""
@@ -381,9 +386,7 @@ class Collector:
             "bad": (statistics.non_finite * rows.queries).sum(2),
             "keys": statistics.keys,
             "kept": statistics.kept,
-            "dispersion": statistics.dispersion(),
-            "separation": statistics.separation(),
-            "largest_weight": statistics.largest_weight(),
+            **self._metrics("queries", rows),
         }
         if rows.places is not None:
             columns["places"] = rows.places
@@ -393,29 +396,23 @@ class Collector:
                 q, selected = rows_of(q, rows.places), rows_of(selected, rows.places)
                 allowed = None if allowed is None else rows_of(allowed, rows.places)
             columns["recall"] = top_recall(q, call.k, call.scale, selected, self.wanted, allowed)
-        for k in self.k:
-            columns[f"dispersion_k{k}"] = statistics.dispersion(k)
-            columns[f"separation_k{k}"] = statistics.separation(k)
-            columns[f"weight_kept_k{k}"] = statistics.mass_kept(k)
         return columns
 
     def _sums(self, rows: CountedRows) -> Tensor:
-        """Return the number of queries of each head, and sums over them, (4 + number of k, H)."""
+        """Return the number of queries of each head, and sums over them, (1 + metrics, H)."""
         some = rows.attending & (rows.statistics.keys >= self._min_keys)
-        firsts = [rows.first_weight(), *(rows.first_kept(k) for k in (None, *self.k))]
-        values = torch.stack([some, rows.statistics.entropy, *firsts])
+        values = torch.stack([some, *self._metrics("heads", rows).values()])
         return torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64)
 
     def _receive(self, layer: int, samples: NDArray[np.int32], here: Tensors) -> None:
         queries, some, bad = (here.pop(name) for name in ("queries", "some", "bad"))
         places, some_keys, sums = here.pop("places", None), here.pop("some_keys"), here.pop("heads")
-        loads = {name: _flat(here.pop(name), np.int32) for name in [*here] if name.startswith("load")}
-        loads["received"] = _flat(here.pop("received"))
+        loads = {name: _compact(here.pop(name)) for name in columns_of(in_table("loads"), self.k)}
         columns = _places(samples, queries, layer, "query")
         if places is not None:
             stratum = columns["query"] // PER_STRATUM
             columns |= {"query": _flat(places, np.int32), "stratum": stratum}
-        columns |= {n: _flat(x, np.int32 if n in ("keys", "kept") else None) for n, x in here.items()}
+        columns |= {name: _compact(values) for name, values in here.items()}
         self.counted[layer] += int(queries.sum())
         self._queries.add(_where(columns, some))
         if bool(bad.any()):
@@ -449,15 +446,15 @@ class Collector:
         return self._queries.share
 
     def _head_table(self) -> pd.DataFrame:
-        names = ["entropy", "first_weight", "keeps_first", *(f"keeps_first_k{k}" for k in self.k)]
+        names = list(columns_of(in_table("heads"), self.k))
         rows = [
             {"model": self.model, "layer": layer, "head": head, "queries": int(queries)}
             | {name: total / max(queries, 1) for name, total in zip(names, totals, strict=True)}
             for layer, sums in sorted(self._heads.items())
             for head, (queries, *totals) in enumerate(sums.T.tolist())
         ]
-        further = {name: np.array([row[name] for row in rows], np.float64) for name in names[2:]}
-        return HEADS.of_rows(rows).assign(**further)
+        further = [name for name in names if name not in HEADS.columns]
+        return HEADS.of_rows(rows).assign(**{n: np.array([row[n] for row in rows], np.float64) for n in further})
 
     def _table(self, parts: list[dict[str, np.ndarray]], empty: Sequence[str]) -> pd.DataFrame:
         parts = parts or [dict.fromkeys(empty, np.zeros(0, np.int64))]
@@ -476,6 +473,11 @@ def _places(samples: NDArray[np.int32], values: Tensor, layer: int, position: st
 def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:
     array = values.to(torch.float32 if values.dtype == torch.bfloat16 else values.dtype).cpu().numpy().ravel()
     return array if dtype is None else array.astype(dtype)
+
+
+def _compact(values: Tensor) -> np.ndarray:
+    """Return values as a column, whole numbers in 32 bits."""
+    return _flat(values, None if values.is_floating_point() else np.int32)
 
 
 def _where(columns: dict[str, np.ndarray], keep: Tensor) -> dict[str, np.ndarray]:
@@ -498,14 +500,16 @@ class ReducedCall:
     statistics: RowStatistics
 
 
-def rows_of_call(reduced: ReducedCall, position: str, name: str, k: int | None, values: Tensor) -> pd.DataFrame:
-    """Return one call's rows: an entry per sample, head and position of (B, H, L)."""
+def rows_of_call(reduced: ReducedCall, metric: Metric, k: int | None) -> pd.DataFrame:
+    """Return one call's rows: an entry per sample, head and query or key."""
+    assert metric.of_rows is not None
+    values = metric.of_rows(reduced.statistics, k)  # (B, H, L)
     sample, head, where = (axis.ravel() for axis in np.indices(values.shape))
-    columns = {**reduced.place, "sample": sample, "head": head, position: where}
-    if position == "query":
+    columns = {**reduced.place, "sample": sample, "head": head, metric.per: where}
+    if metric.per == "query":
         columns["keys"] = reduced.statistics.keys.numpy().ravel()
         columns["query"] = reduced.first_query + (where if reduced.places is None else reduced.places.ravel())
     else:
         columns["key"] = reduced.keys_before + where
-    table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, name: values.numpy().ravel()})
-    return table[(reduced.queries if position == "query" else reduced.keys).ravel()]
+    table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, metric.name: values.numpy().ravel()})
+    return table[(reduced.queries if metric.per == "query" else reduced.keys).ravel()]

@@ -72,6 +72,30 @@ class CountedRows:
         top = self.statistics.top  # may be rounded differently
         return seen & (z >= (top[..., k - 1] + top[..., k]) / 2)
 
+    def query_norms(self) -> Tensor:
+        """Return the norm of every query, (B, H, R), float32; NaN where only scores are known."""
+        norms: Tensor = self.call.q.float().norm(dim=-1)
+        if self.places is not None:
+            norms = rows_of(norms[..., None], self.places)[..., 0]
+        return norms if self.call.factored else norms * torch.nan
+
+    def key_norms(self) -> Tensor:
+        """Return the norm of every key, (B, H, Lk), float32; NaN where only scores are known."""
+        norms: Tensor = self.call.k.float().norm(dim=-1)
+        norms = norms if self.call.factored else norms * torch.nan
+        return norms.repeat_interleave(self.call.q.shape[1] // norms.shape[1], 1)
+
+    def output_products(self) -> Tensor:
+        """Return products of the outputs (H, n, n) whose eigenvalues are the squares of their singular values.
+
+        Outputs of rows that do not attend count as 0. All queries of the call must be looked at.
+        """
+        outputs = self.call.mixed.double().transpose(0, 1).flatten(1, 2)  # (H, B · R, Dv)
+        # A row without keys may be NaN.
+        outputs = outputs.where(self.attending.transpose(0, 1).flatten(1)[..., None], 0.0)
+        tall = outputs.shape[1] > outputs.shape[2]
+        return outputs.transpose(1, 2) @ outputs if tall else outputs @ outputs.transpose(1, 2)
+
     def _at(self, values: Tensor | None, key: Tensor) -> Tensor | None:
         """Return the values at one key per head, (B, H, 1), of a tensor broadcastable to (B, H, Lq, Lk)."""
         values = part_of(values, slice(None), slice(None))

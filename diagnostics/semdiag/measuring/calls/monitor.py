@@ -150,7 +150,7 @@ class Monitor:
             warning and a severe alarm, ``(0.5, 0.05, "below")``; or a change within so many steps: ``("halves",
             500)`` or ``("doubles", 500, 0.5)``. The last number is the floor, above which the larger of the two
             values must lie: by default a tenth of the largest possible value; if there is none, 0.1 nats, and 0
-            for norms. Each head alarms once per rule.
+            in other units. Each head alarms once per rule.
         on_alarm: ``warn`` (one warning per look), ``raise`` (:class:`~.monitor_alarms.AlarmError` after the
             forward call), or a function of each :class:`~.monitor_alarms.Alarm`.
         accumulation: forward calls in training mode per step, of which only the first is looked at.

@@ -16,7 +16,8 @@ import pandas as pd
 
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.pretrained import first_line
-from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_columns, head_key, quantities_among
+from semdiag.measuring.calls.monitor_heads import LOGIT, head_columns, head_key, quantities_among
+from semdiag.measuring.metrics import NATS, columns_of, metric_of, monitored
 from semdiag.measuring.table import csv_text, from_csv_text, read_parquet
 from semdiag.measuring.words import counted
 from semdiag_files import InputError, RunLock, open_file, visible
@@ -100,16 +101,19 @@ def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> l
 
 
 def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Rule]:
-    limits = {**LIMITS, **{f"{name}_k{value}": ends for name, ends in OF_K.items() for value in k}}
-    if quantity not in limits:
-        of_k = [name for name in OF_K if str(quantity).startswith(f"{name}_k")]
-        more = " Add that k to the monitor's k." if of_k else f" Known: {', '.join(limits)}."
+    columns = columns_of(monitored(), k)
+    if quantity not in columns:
+        found = metric_of(str(quantity))
+        known = f" Known: {', '.join(columns)}."
+        more = " Add that k to the monitor's k." if found and found[0].by_head else known
         raise InputError(f"alarm: there is no quantity {quantity!r}.{more}")
     parts = (tuple(setting) or (None,)) if isinstance(setting, tuple | list) else (setting,)
-    low, high = limits[quantity]
+    metric, limit = columns[quantity]
+    low, high = metric.limits_at(limit)
     if len(parts) in (2, 3) and isinstance(parts[0], str) and parts[0] in CHANGES:
-        nats = 0.0 if quantity.endswith("_norm") else 0.1
-        floor = high / 10 if math.isfinite(high) else nats  # a weight that goes from 0.019 to 0.04 is no alarm
+        floor = 0.1 if metric.unit == NATS else 0.0
+        if math.isfinite(high):
+            floor = high / 10  # a weight that goes from 0.019 to 0.04 is no alarm
         return [_change(quantity, parts[0], parts[1], every, parts[2] if len(parts) == 3 else floor, high)]
     side, numbers = _thresholds(quantity, setting, parts)
     for x in numbers:

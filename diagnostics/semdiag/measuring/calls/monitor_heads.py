@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.row_statistics import RowStatistics
-from semdiag.mathematics.softmax_stability import local_stability_of_weight
 from semdiag.measuring.calls.counted_rows import CountedRows, Tensors, attended_keys, counted_rows
+from semdiag.measuring.metrics import Metric, columns_of, metric_of, monitored
 from semdiag_files import InputError
 
 PATIENCE = timedelta(minutes=5)  # longest wait of a look for other ranks; NCCL ends a training after 10
@@ -173,23 +172,6 @@ def _weights(module: nn.Module) -> list[torch.Tensor]:
     return samples
 
 
-# Quantities with their smallest and largest possible value.
-LIMITS = {
-    "max_logit": (-math.inf, math.inf),
-    "above": (0.0, 1.0),
-    "entropy": (0.0, math.inf),
-    "least_entropy": (0.0, math.inf),
-    "first_weight": (0.0, 1.0),
-    "heaviest_key": (0.0, 1.0),
-    "dispersion": (0.0, math.inf),
-    "separation": (-math.inf, math.inf),
-    "xi": (0.0, 0.5),
-    "output_rank": (1.0, math.inf),
-    "query_norm": (0.0, math.inf),
-    "key_norm": (0.0, math.inf),
-}
-LARGEST, SMALLEST = ["max_logit", "query_norm", "key_norm"], ["least_entropy"]  # other quantities are averages
-OF_K = {"dispersion": (0.0, math.inf), "separation": (0.0, math.inf), "weight_kept": (0.0, 1.0)}
 PLACE = ("step", "layer", "head", "module", "occurrence", "rows")
 LOGIT = 50.0  # nats: rows above it are counted unless a rule gives another number
 
@@ -201,12 +183,13 @@ def head_columns(k: Sequence[int]) -> list[str]:
 
 def quantities(k: Sequence[int]) -> list[str]:
     """Return the names of the columns that are quantities."""
-    return [*LIMITS, *(f"{name}_k{value}" for value in k for name in OF_K)]
+    return list(columns_of(monitored(), k))
 
 
 def quantities_among(columns: Iterable[str]) -> list[str]:
     """Return the columns of a file that are quantities, those of any k included."""
-    return [name for name in columns if name in LIMITS or re.fullmatch(rf"({'|'.join(OF_K)})_k\d+", name)]
+    metrics = {column: metric_of(column) for column in columns}
+    return [column for column, found in metrics.items() if found is not None and found[0].by_head]
 
 
 def head_key(row: Mapping[str, Any]) -> str:
@@ -217,100 +200,80 @@ def head_key(row: Mapping[str, Any]) -> str:
 
 def looked_at(rows: CountedRows) -> Tensors:
     """Return what is described of rows, on their device: :func:`describe` and :func:`describe_heads`."""
-    seen = {field.name: getattr(rows.statistics, field.name) for field in fields(RowStatistics)}
-    seen |= {name: seen[name][..., :0] for name in ("load", "top_keys", "top_load")}  # only K is used
-    call = rows.call
-    norms = call.q.float().norm(dim=-1), call.k.float().norm(dim=-1)
-    if not call.factored:
-        norms = norms[0] * torch.nan, norms[1] * torch.nan
-    of_keys = norms[1].repeat_interleave(call.q.shape[1] // norms[1].shape[1], 1)
-    return {
-        **seen,
-        "queries": rows.queries,
-        "attending": rows.attending,
-        "first": rows.first_weight(),
-        "query_norm": norms[0],
-        "key_norm": _per_head(of_keys, rows.keys.expand_as(of_keys), "max"),
-        "gram": _gram(rows),
-    }
+    tensors = {field.name: getattr(rows.statistics, field.name) for field in fields(RowStatistics)}
+    tensors |= {name: tensors[name][..., :0] for name in ("load", "top_keys", "top_load")}  # only K is used
+    tensors |= {"queries": rows.queries, "attending": rows.attending}
+    for metric in monitored():
+        if metric.of_call is not None:
+            tensors[metric.name] = values = metric.of_call(rows, None)
+            if metric.per == "key":  # reduced here: keys are many
+                tensors[metric.name] = _of_head(metric, values, rows.keys.expand_as(values))
+    return tensors
 
 
-def describe_heads(seen: Tensors, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
+def describe_heads(tensors: Tensors, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
     """Return one row per head for a call's rows; NaN for a quantity that no row has."""
-    statistics, medians = _described(seen, k)
-    weight, used = statistics.largest_weight(), seen["attending"]
-    above = (statistics.kept_maximum > logit) | (statistics.non_finite > 0)
-    broken = ((statistics.non_finite > 0) & seen["queries"]).any(2).any(0)
-    values = {
-        "max_logit": _per_head(statistics.kept_maximum, used, "max").masked_fill(broken, math.inf),
-        "above": _per_head(above.to(weight.dtype), used, "mean"),
-        "entropy": _per_head(statistics.entropy, used, "mean"),
-        "least_entropy": _per_head(statistics.entropy, used, "min"),
-        "first_weight": _per_head(seen["first"], used, "mean"),
-        "heaviest_key": _per_head(weight, used, "mean"),
-        "output_rank": _rank(seen["gram"]),
-        "query_norm": _per_head(seen["query_norm"], used, "max"),
-        "key_norm": seen["key_norm"],
-        **{name: _per_head(numbers, used, "median") for name, numbers in medians.items()},
-    }
-    names, counts = quantities(k), used.sum((0, 2)).tolist()
-    table = torch.stack([values[name] for name in names], 1).tolist()
+    statistics, attending = _statistics(tensors), tensors["attending"]
+    columns = {}
+    for column, (metric, limit) in columns_of(monitored(), k).items():
+        values = _values(metric, limit, tensors, statistics)
+        reduced = metric.of_call is not None and metric.per == "key"
+        columns[column] = values if reduced else _of_head(metric, values, attending, logit)
+    broken = ((statistics.non_finite > 0) & tensors["queries"]).any(2).any(0)
+    columns["max_logit"] = columns["max_logit"].masked_fill(broken, math.inf)
+    counts = attending.sum((0, 2)).tolist()
+    table = torch.stack([*columns.values()], 1).tolist()
     return [
-        {"head": head, "rows": count, **dict(zip(names, row, strict=True))}
+        {"head": head, "rows": count, **dict(zip(columns, row, strict=True))}
         for head, (count, row) in enumerate(zip(counts, table, strict=True))
     ]
 
 
-def _described(seen: Tensors, k: Sequence[int]) -> tuple[RowStatistics, Tensors]:
-    """Return row statistics, and the quantities of which medians are taken, those of each k included."""
-    statistics = RowStatistics(**{field.name: seen[field.name] for field in fields(RowStatistics)})
-    values = {
-        "dispersion": statistics.dispersion(),
-        "separation": statistics.separation(),
-        "xi": local_stability_of_weight(statistics.largest_weight()),
-    }
-    for value in k:
-        most = min(value, len(statistics.top_load))
-        values[f"dispersion_k{value}"] = statistics.dispersion(most)
-        values[f"separation_k{value}"] = statistics.separation(most)
-        values[f"weight_kept_k{value}"] = statistics.mass_kept(most)
-    return statistics, values
+def _statistics(tensors: Tensors) -> RowStatistics:
+    return RowStatistics(**{field.name: tensors[field.name] for field in fields(RowStatistics)})
+
+
+def _values(metric: Metric, k: int | None, tensors: Tensors, statistics: RowStatistics) -> Tensor:
+    """Return the values of a metric, of the rows that arrived from their device."""
+    if metric.of_rows is None:
+        return tensors[metric.name]
+    return metric.of_rows(statistics, None if k is None else min(k, len(statistics.top_load)))  # of fewer keys
+
+
+def _of_head(metric: Metric, values: Tensor, used: Tensor, logit: float = LOGIT) -> Tensor:
+    """Return a metric's number of each head (H,), of its values (B, H, R) at the rows that are used."""
+    if metric.by_head == "rank":
+        return _rank(values)
+    if metric.by_head == "share above":
+        return _per_head((values > logit).double(), used, "mean")
+    return _per_head(values, used, metric.by_head)
 
 
 def _per_head(values: Tensor, used: Tensor, what: str) -> Tensor:
     """Return one number per head (H,) over its rows (B, H, R) that are used and finite; NaN if there are none."""
-    values, used = values.double().transpose(0, 1).flatten(1), used.transpose(0, 1).flatten(1)
-    known = used & values.isfinite()
-    count = known.sum(1)
+    values = values.double().transpose(0, 1).flatten(1)
+    finite = used.transpose(0, 1).flatten(1) & values.isfinite()
+    count = finite.sum(1)
     if not values.shape[1]:
         return values.new_full((len(values),), math.nan)
     if what == "median":
-        ordered = values.where(known, math.inf).sort(1).values
+        ordered = values.where(finite, math.inf).sort(1).values
         middle = torch.stack([(count - 1).clamp(min=0), count], 1).div(2, rounding_mode="floor")
         low, high = ordered.gather(1, middle).unbind(1)
         return (low + (high - low) / 2).masked_fill(count == 0, math.nan)
     if what == "mean":
-        return values.where(known, 0).sum(1) / count
+        return values.where(finite, 0).sum(1) / count
     sign = 1 if what == "max" else -1
-    return (sign * (sign * values).where(known, -math.inf).amax(1)).masked_fill(count == 0, math.nan)
+    return (sign * (sign * values).where(finite, -math.inf).amax(1)).masked_fill(count == 0, math.nan)
 
 
-def _gram(rows: CountedRows) -> Tensor:
-    """Return products of the outputs (H, n, n) whose eigenvalues are the squares of their singular values."""
-    outputs = rows.call.mixed.double().transpose(0, 1).flatten(1, 2)  # (H, b · r, Dv)
-    # A row without keys may be NaN.
-    outputs = outputs.where(rows.attending.transpose(0, 1).flatten(1)[..., None], 0.0)
-    tall = outputs.shape[1] > outputs.shape[2]
-    return outputs.transpose(1, 2) @ outputs if tall else outputs @ outputs.transpose(1, 2)
-
-
-def _rank(gram: Tensor) -> Tensor:
+def _rank(products: Tensor) -> Tensor:
     """Return e to the entropy of the normalised singular values of each head's outputs; NaN where all are 0."""
-    known = gram.isfinite().all((1, 2))
-    spectrum = torch.linalg.eigvalsh(gram.where(known[:, None, None], 0.0)).clamp(min=0).sqrt()
+    finite = products.isfinite().all((1, 2))
+    spectrum = torch.linalg.eigvalsh(products.where(finite[:, None, None], 0.0)).clamp(min=0).sqrt()
     share = spectrum / spectrum.sum(1, keepdim=True)
     entropy: Tensor = torch.special.entr(share).sum(1)
-    return entropy.exp().masked_fill(~known, math.nan)
+    return entropy.exp().masked_fill(~finite, math.nan)
 
 
 def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, float]:
@@ -365,6 +328,12 @@ class Reduction:
         return [row | {"head": row["head"] + before[at]} for row, at in zip(look.heads, places, strict=True)]
 
 
+def _reduction(column: str) -> str:
+    """Return how a monitor's column is made of rows; empty for a column that is no metric."""
+    found = metric_of(column)
+    return found[0].by_head if found else ""
+
+
 def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any]]:
     """Return one row per module, occurrence and head, in the order of a single process."""
     if not rows:
@@ -372,8 +341,10 @@ def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any
     table = pd.DataFrame(rows)
     table["order"] = table.groupby(["module", "occurrence"], sort=False).ngroup()
     by = [table[name] for name in place]
-    names = [name for name in table if name not in (*PLACE, "order")]
-    means = [name for name in names if name not in (*LARGEST, *SMALLEST)]
+    names = [str(name) for name in table if name not in (*PLACE, "order")]
+    largest = [name for name in names if _reduction(name) == "max"]
+    smallest = [name for name in names if _reduction(name) == "min"]
+    means = [name for name in names if name not in (*largest, *smallest)]
     weights = table[means].notna().mul(table["rows"], axis=0)
     sums = (table[means].fillna(0.0) * weights).groupby(by, sort=False).sum()
     groups = table.groupby(place, sort=False)
@@ -382,8 +353,8 @@ def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any
             groups[["step", "layer", "order"]].first(),
             groups["rows"].sum(),
             sums / weights.groupby(by, sort=False).sum(),
-            groups[[name for name in names if name in LARGEST]].max(),
-            groups[[name for name in names if name in SMALLEST]].min(),
+            groups[largest].max(),
+            groups[smallest].min(),
         ],
         axis=1,
     )
@@ -396,8 +367,13 @@ _SAMPLES = 4  # samples looked at per attention call: score rows = samples × qu
 
 def columns(k: Sequence[int]) -> list[str]:
     """Return the column names of a monitor's table."""
-    own = ["step", "layer", "module", "occurrence", "rows", "keys", "dispersion", "separation", "xi", "entropy"]
-    return own + quantities(k)[len(LIMITS) :]
+    medians = list(columns_of(_medians(), ()))
+    of_k = list(columns_of(_medians(), k))[len(medians) :]
+    return ["step", "layer", "module", "occurrence", "rows", "keys", *medians, "entropy", *of_k]
+
+
+def _medians() -> list[Metric]:
+    return [metric for metric in monitored() if metric.by_head == "median"]
 
 
 def sampled_rows(
@@ -416,12 +392,14 @@ def sampled_rows(
     return replace(rows, real_keys=attended_keys(call, samples))
 
 
-def describe(seen: Tensors, k: Sequence[int]) -> dict[str, float | int]:
+def describe(tensors: Tensors, k: Sequence[int]) -> dict[str, float | int]:
     """Return medians over the rows that count and have keys; NaN for a quantity that no row has."""
-    statistics, values = _described(seen, k)
-    values = {"keys": statistics.keys.to(statistics.entropy.dtype), "entropy": statistics.entropy} | values
-    one = seen["attending"].transpose(1, 2).flatten()[None, None]  # all heads together
-    medians: dict[str, float | int] = {"rows": int(one.sum())}
+    statistics = _statistics(tensors)
+    values = {"keys": statistics.keys.to(statistics.entropy.dtype), "entropy": statistics.entropy}
+    for column, (metric, limit) in columns_of(_medians(), k).items():
+        values[column] = _values(metric, limit, tensors, statistics)
+    joined = tensors["attending"].transpose(1, 2).flatten()[None, None]  # all heads together
+    medians: dict[str, float | int] = {"rows": int(joined.sum())}
     for name, numbers in values.items():
-        medians[name] = float(_per_head(numbers.transpose(1, 2).flatten()[None, None], one, "median"))
+        medians[name] = float(_per_head(numbers.transpose(1, 2).flatten()[None, None], joined, "median"))
     return medians

@@ -12,6 +12,7 @@ from semdiag.capturing.attention_call import DENSE
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.measuring.encoders.traces import fitting
 from semdiag.measuring.findings.findings import Findings, Place, Summary, broken_places, json_ready, records
+from semdiag.measuring.metrics import METRICS, columns_of, in_table, metric_of
 from semdiag.measuring.percentiles import percentile_rows, percentiles
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
@@ -20,15 +21,21 @@ from semdiag_files import InputError
 
 def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
     """Return the numbers of heavy hitters for which a model's table has counterfactual columns."""
-    named = [str(column) for column in queries if str(column).startswith("dispersion_k")]
-    return [int(name.removeprefix("dispersion_k")) for name in named if queries[name].notna().any()]
+    ks = []
+    for column in queries:
+        metric, k = metric_of(str(column)) or (None, None)
+        if metric is METRICS["dispersion"] and k is not None and queries[column].notna().any():
+            ks.append(k)
+    return ks
 
 
 Percentiles = dict[str, float | int]
 
 
 def _rows(findings: Findings, quantity: str) -> pd.DataFrame:
-    return findings.measurements.loads if quantity.startswith("load") else findings.measurements.queries
+    found = metric_of(quantity)
+    of_keys = found is not None and found[0].per == "key"
+    return findings.measurements.loads if of_keys else findings.measurements.queries
 
 
 def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
@@ -96,9 +103,10 @@ def within_table(findings: Findings) -> pd.DataFrame:
     table: list[dict[Any, Any]] = []
     for model in map(str, findings.measurements.models["model"]):
         for k in counterfactual_ks(findings.measurements.of(model).queries):
-            for quantity in ("dispersion", "separation", "weight_kept", "load"):
-                if (column := f"{quantity}_k{k}") in _rows(findings, quantity):
-                    table += _places(findings, {"model": model, "quantity": quantity, "k": k}, column)
+            for metric in (*in_table("queries"), *in_table("loads")):
+                column = f"{metric.name}_k{k}"
+                if metric.takes(k) and column in _rows(findings, column):
+                    table += _places(findings, {"model": model, "quantity": metric.name, "k": k}, column)
     return pd.DataFrame(table)
 
 
@@ -117,7 +125,6 @@ def all_by_name(table: pd.DataFrame) -> pd.DataFrame:
 
 COLUMNS = ["model", "layer", "head", "quantity", "statistic", "estimate", "low", "high", "target"]
 SAMPLED = "over sampled queries"
-_SIGNS = {"dispersion": "δ", "separation": "Δ"}
 
 
 def drawn(findings: Findings) -> list[str]:
@@ -147,17 +154,17 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
     rows: list[list[object]] = []
     for model in drawn(findings):
         own = findings.measurements.of(model)
-        in_table = float((own.models["share"] * own.models["share_kept"]).iloc[0])  # probability
+        probability = float((own.models["share"] * own.models["share_kept"]).iloc[0])  # to be in the table
         queries = own.queries.sort_values(["layer", "head", "sample", "stratum"], ignore_index=True)
         place = queries[["layer", "head", "sample", "stratum"]].to_numpy()
         strata = np.cumsum(np.any(np.diff(place, axis=0, prepend=place[:1]) != 0, axis=1))
         samples, ks = queries["sample"].to_numpy(np.int64), counterfactual_ks(queries)
-        names = [name for k in ks for name in (f"dispersion_k{k}", f"separation_k{k}", f"weight_kept_k{k}")]
+        estimated = [metric for metric in in_table("queries") if metric.takes(1)]
         parts = [*places_of(queries), ((ALL, ALL), np.arange(len(queries)))]
-        for quantity in ("dispersion", "separation", *names):
+        for quantity in columns_of(estimated, ks):
             values = queries[quantity].to_numpy(np.float64)
             for (layer, head), at in parts:
-                for sampled in sampled_estimates(values[at], samples[at], strata[at], in_table):
+                for sampled in sampled_estimates(values[at], samples[at], strata[at], probability):
                     for target, ends in zip(TARGETS, (sampled.these, sampled.such), strict=True):
                         start = [model, layer, head, quantity, sampled.statistic, sampled.estimate]
                         rows.append([*start, *ends, target])
@@ -197,16 +204,16 @@ def _median(findings: Findings, model: str, quantity: str) -> str:
     """Return a sentence on the estimated median of a quantity over all layers and heads, with its intervals."""
     pooled = _pooled(findings, model)
     median = pooled[(pooled["quantity"] == quantity) & (pooled["statistic"] == "p50")]
-    estimate = float(median["estimate"].iloc[0])
+    estimate, metric = float(median["estimate"].iloc[0]), METRICS[quantity]
     if not np.isfinite(estimate):
-        return f"No drawn query has a finite {_SIGNS[quantity]}."
+        return f"No drawn query has a finite {metric.symbol}."
     intervals = [
         f"{interval(low, high, '{:.3g}'.format, between=' to ')} for {target}"
         for low, high, target in zip(median["low"], median["high"], median["target"], strict=True)
         if np.isfinite(low + high)
     ]
     return (
-        f"The median of {_SIGNS[quantity]} is {estimate:.3g} nats (95% intervals: "
+        f"The median of {metric.symbol} is {estimate:.3g} {metric.unit} (95% intervals: "
         f"{'; '.join(intervals) or 'none, too few were drawn'})."
     )
 

@@ -25,7 +25,7 @@ from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measuring.calls import monitor as monitoring
 from semdiag.measuring.calls import monitor_alarms as monitor_log
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.calls.monitor_heads import LIMITS, describe, looked_at, sampled_rows
+from semdiag.measuring.calls.monitor_heads import describe, looked_at, quantities, sampled_rows
 from semdiag_models import Encoder, ModelConfig
 
 
@@ -520,7 +520,7 @@ def test_scalars_go_to_a_writer():
     expected = {
         (f"attention/layer_{row['layer']}/head_{row['head']}/{name}", row[name], row["step"])
         for row in monitor.heads.to_dict("records")
-        for name in LIMITS
+        for name in quantities(())
         if not math.isnan(row[name])
     }
     assert {each for each in written if "head_" in each[0]} == expected

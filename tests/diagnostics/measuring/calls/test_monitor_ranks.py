@@ -17,9 +17,11 @@ from torch import nn
 
 from semdiag import InputError, Monitor
 from semdiag.measuring.calls import monitor_heads as monitor_ranks
-from semdiag.measuring.calls.monitor_heads import LARGEST, SMALLEST, Look, Ranks, _fingerprint, quantities
+from semdiag.measuring.calls.monitor_heads import Look, Ranks, _fingerprint, quantities
 
 ROOT = Path(__file__).parents[4]
+LARGEST = "max_logit", "query_norm", "key_norm"
+SMALLEST = ("least_entropy",)
 SCENARIOS = {
     2: (
         "shared", "alone", "ddp", "fsdp", "tensor_parallel", "distributed_queries", "joined", "other_steps",
