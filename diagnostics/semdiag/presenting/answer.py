@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from semdiag.measuring.findings.estimates import all_by_name, drawn, percentile_table
 from semdiag.measuring.findings.findings import MODEL_FACTS, Finding, Findings, Summary, Verdict, json_object
+from semdiag.measuring.metrics import in_table
 from semdiag.measuring.training_runs import RUNS
 from semdiag.measuring.words import counted, finite
 from semdiag.presenting.drawing.panels import factors
@@ -224,6 +225,13 @@ def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
 def percentile_csv(findings: Findings, quantity: str) -> pd.DataFrame:
     """Return percentiles of a quantity per layer and head, and pooled, with the model's facts."""
     return with_facts(findings, all_by_name(findings(percentile_table, quantity)))
+
+
+def percentile_csvs(findings: Findings, command: str) -> dict[str, pd.DataFrame]:
+    """Return :func:`percentile_csv` of every metric that a command shows, by name."""
+    shown = [metric for metric in (*in_table("queries"), *in_table("loads")) if metric.command == command]
+    measured = [metric.name for metric in shown if metric.name in getattr(findings.measurements, metric.table)]
+    return {name: percentile_csv(findings, name) for name in measured}
 
 
 _LONGEST = 80  # characters of a name: file systems allow 255 bytes, and a character takes up to four

@@ -31,7 +31,7 @@ from semdiag.measuring.findings.findings import (
 )
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
 from semdiag.measuring.words import count_of, counted, interval_words, ratio_words, span_words
-from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csv, top_words
+from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csvs, top_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.dispersion.measure import INITIALISATION
@@ -375,7 +375,7 @@ def span_sentence(findings: Findings, model: str, label: str = "") -> str:
 def answer(findings: Findings) -> Answer:
     """Return how far apart the scores of a query are, and whether top-k attention has the smaller range."""
     results = findings(dispersion_results)
-    tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    tables = percentile_csvs(findings, "dispersion")
     if not external(findings.measurements.models).all():
         tables["dispersion_ratio"] = findings(layer_ratios)
     return Answer(

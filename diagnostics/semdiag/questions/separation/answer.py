@@ -22,7 +22,7 @@ from semdiag.measuring.findings.estimates import (
 )
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
 from semdiag.measuring.words import counted, span_words
-from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, heading, percentile_csv, top_words
+from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, heading, percentile_csvs, top_words
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -111,7 +111,7 @@ def answer(findings: Findings) -> Answer:
     return Answer(
         separation_glance(findings),
         separation_in_short(findings),
-        tables={name: percentile_csv(findings, name) for name in ("separation", "load")},
+        tables=percentile_csvs(findings, "separation"),
         results=results,
         shown=percentile_tables(findings, "separation", results),
     )
