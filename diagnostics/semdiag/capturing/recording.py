@@ -283,7 +283,7 @@ class Recorder(threading.local):
 class Once:
     """A function that runs at most once, whatever fails around it."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Any) -> None:
         self.function = function
         self.begun = self.ended = False
         self.result: Any = None
