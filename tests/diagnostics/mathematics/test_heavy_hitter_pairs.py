@@ -156,7 +156,7 @@ def broken(statement: str, **changes: Tensor) -> None:
     z = torch.tensor([3.0, 2.0, 1.0, 0.0], dtype=torch.float64)
     pair = {
         "scores": z,
-        "other": z,
+        "other_scores": z,
         "selected": top(z, 2),
         "other_selected": top(z, 2),
         "allowed": torch.ones(4, dtype=torch.bool),
