@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products, told
+from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products, strip_part, told
 from semdiag.capturing.kept_keys import Choice, Table, heaviest
 from semdiag.capturing.recording import Attended, Inputs, outside_all_modes, without_modes
 from semdiag.mathematics import kernels
@@ -112,10 +112,13 @@ class _Strips(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         choice: Choice = ctx.choice
         q, k, v, mixed = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient will be differentiated again
+            inputs = [x for x in (q, k, v) if x.requires_grad]
+            found = iter(torch.autograd.grad(_written_out(choice, (q, k, v)), inputs, given, create_graph=True))
+            return *(next(found) if x.requires_grad else None for x in (q, k, v)), None, None
         with outside_all_modes(q.device.type):
             dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
             dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
@@ -130,6 +133,25 @@ class _Strips(torch.autograd.Function):
                 dq[b, h, r] = products(slope, key_heads(k, strip, choice.call).to(dtype), choice.call.scale)
                 _add_keys(dk, strip, choice.call, slope, q[b, h, r].to(dtype) * choice.call.scale)
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _written_out(choice: Choice, inputs: Inputs) -> Tensor:
+    """Return the attention by operations that can be differentiated several times; it holds all weights."""
+    q, k, v = inputs
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    mixed = q.new_zeros(*q.shape[:3], v.shape[3])
+    for strip in choice.strips(banded=True):
+        with outside_all_modes(q.device.type):
+            strip, weights, _ = _weights(choice, strip)
+            bias = strip_part(choice.call.bias, strip)
+        b, h, r = strip.samples, strip.heads, strip.queries
+        scores = products(q[b, h, r].to(dtype), key_heads(k, strip, choice.call).to(dtype).mT, choice.call.scale)
+        scores = scores if bias is None else scores + bias
+        kept = weights > 0  # one that underflows has no slope either
+        hidden = ~kept & kept.any(-1, keepdim=True)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(~kept, 0)
+        mixed[b, h, r] = products(weights, key_heads(v, strip, choice.call).to(dtype)).to(q.dtype)
+    return mixed
 
 
 def _weights(choice: Choice, strip: Strip) -> tuple[Strip, Tensor, Tensor]:

@@ -121,15 +121,19 @@ def _backward_passes() -> bool:
 
 
 def _transforms() -> bool:
-    """Return whether tensors under torch.func transforms are recognised, and no others."""
-    x, seen = torch.zeros(1, device="cpu"), []
+    """Return whether tensors under torch.func transforms are recognised, with what holds their values."""
+    x = torch.zeros(1, device="cpu")
+    seen: list[tuple[bool, bool, bool]] = []
 
-    def row_seen(row: Tensor) -> Tensor:
-        seen.append(recording.in_transform(row))
-        return row
+    def noted(row: Tensor) -> Tensor:
+        place = recording.untransformed(row).untyped_storage().data_ptr()
+        seen.append((recording.in_transform(row), recording.in_vmap(), place == x.untyped_storage().data_ptr()))
+        return row.sum()
 
-    torch.vmap(row_seen)(x)
-    return [*seen, recording.in_transform(x)] == [True, False]
+    torch.vmap(noted)(x)
+    torch.func.grad(noted)(x)
+    noted(x)
+    return seen == [(True, True, True), (True, False, True), (False, False, True)]
 
 
 class _Kinds(TorchDispatchMode):

@@ -5,7 +5,7 @@ import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.amp import is_autocast_available
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _python_dispatch as dispatch
 
@@ -71,17 +72,16 @@ class Watched:
         if not self.traces:
             return
         trained, buffers = (
-            {t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided}
+            {storage.data_ptr() for storage in storages(own)}
             for own in (self.model.parameters(), self.model.buffers())
         )
         for known, now in ((self.trained, trained), (self.parameters, trained | buffers)):
             known &= now  # other threads read these sets
             known |= now
-        squares = [x for x in inputs if is_plain(x) and x.ndim > 1 and x.shape[-1] == x.shape[-2]]
+        squares = [x for x in inputs if len(shape := shape_of(x)) > 1 and shape[-1] == shape[-2]]
         edges = squares if len(squares) == 1 else []
-        held = [x for x in (*self.model.buffers(), *self._held, *edges) if is_plain(x)]
-        storages = [x.untyped_storage() for x in held if x.layout == torch.strided]
-        constants = {storage.data_ptr(): storage for storage in storages}
+        held = storages((*self.model.buffers(), *self._held, *edges))
+        constants = {storage.data_ptr(): storage for storage in held}
         self.constants.update((key, constants[key]) for key in constants.keys() - trained)
         for key in self.constants.keys() - constants.keys():
             del self.constants[key]
@@ -94,6 +94,7 @@ class Recorder(threading.local):
         self.audit, self.names, self.constants = watched.audit, watched.names, watched.constants
         self.parameters, self.trained = watched.parameters, watched.trained
         self.generator = torch.Generator().manual_seed(0)
+        self.vectorized = False  # whether the torch function that runs is under torch.func.vmap
         self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []
         self.watched, self.masking = watched, watched.mask is not None  # whether the user put a mask on the model
@@ -121,8 +122,8 @@ class Recorder(threading.local):
         """Return whether a tensor lies in a parameter that the innermost module got for its run (sharding)."""
         module = self.watched.modules.get(self.module) if self.running else None
         own = () if module is None else module._parameters.values()
-        storages = {p.untyped_storage().data_ptr() for p in own if is_plain(p)}
-        return is_plain(tensor) and tensor.untyped_storage().data_ptr() in storages - self.parameters
+        gathered = {storage.data_ptr() for storage in storages(own)} - self.parameters
+        return any(storage.data_ptr() in gathered for storage in storages((tensor,)))
 
     def outside(self, kind: type[nn.Module]) -> str:
         """Return the name of the innermost running module that is not of this kind."""
@@ -142,7 +143,7 @@ class Recorder(threading.local):
             self.forget()
         self.running.append(name)
         with torch._C.DisableTorchFunction():  # a function mode would see every property access
-            self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
+            self.shapes.append(shape_of(inputs[0]) if inputs else ())
             if module is self.watched.model:
                 self.watched.find_parameters(inputs)
         self.watched.ran.add(name)
@@ -325,6 +326,37 @@ def in_transform(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def in_vmap() -> bool:
+    """Return whether a torch.func.vmap runs, which hides an axis of all that is batched."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """Return the tensor that holds the values of one under torch.func transforms, those of a whole batch."""
+    while in_transform(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def has_tangent(tensor: object) -> bool:
+    """Return whether forward-mode differentiation follows a tensor."""
+    with torch._C.DisableTorchFunction(), dispatch._disable_current_modes():
+        return isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def storages(values: Iterable[object]) -> list[torch.UntypedStorage]:
+    """Return the storages of the dense tensors among values that are plain, apart from transforms."""
+    plain = [untransformed(x) for x in values if isinstance(x, Tensor)]
+    return [x.untyped_storage() for x in plain if is_plain(x) and x.layout == torch.strided]
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """Return the shape of a plain tensor, or of one under transforms as the model sees it; else ()."""
+    known = is_plain(value) or (isinstance(value, Tensor) and in_transform(value))
+    return tuple(value.shape) if known and isinstance(value, Tensor) else ()
+
+
 def _unusable(call: AttentionCall) -> str | None:
     if in_backward():
         return "recomputed in the backward pass (checkpointing): close the context before backward"
@@ -334,12 +366,16 @@ def _unusable(call: AttentionCall) -> str | None:
 
 
 def is_plain(tensor: object) -> TypeGuard[Tensor]:
-    """Return whether this is a tensor with values of its own: no subclass (fake, distributed), nested or meta."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_nested  # type: ignore[attr-defined]
+    """Return whether a tensor has values of its own: no subclass (fake), nested, meta or transformed one."""
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter):
+        return False
+    return not (tensor.is_meta or tensor.is_nested or in_transform(tensor))
 
 
 def not_plain(tensor: Tensor) -> str:
     """Return why a tensor that is not plain is not captured."""
+    if in_transform(tensor):
+        return TRANSFORMED
     if tensor.is_meta:
         return "meta tensors have no values"
     if type(tensor).__name__ == "DTensor":

@@ -8,7 +8,9 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import flex_attention
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.provenance.softmaxes import MERGED
+from semdiag.capturing.provenance.softmaxes import MERGED, UNMASKED_SUM
+from semdiag.capturing.sparsify import TopK, sparsify
+from semdiag_models import InputError
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers")
 WIDTH, HEADS, LENGTH, BLOCKS = 16, 4, 12, 3
@@ -199,3 +201,59 @@ def test_sums_that_are_not_divided_are_in_the_audit():
         model(torch.randn(2, LENGTH, WIDTH))
     assert not calls
     assert sum(audit.skipped.values()) == BLOCKS
+
+
+def scored(model, x):
+    q, k, v = model.qkv(x).chunk(3, -1)
+    return q @ k.mT / 2, v
+
+
+SECOND_READERS = {
+    "a sink": lambda m, z, v: (z.softmax(-1) @ v) * (z.logsumexp(-1, keepdim=True) - 0.7).sigmoid(),
+    "its complement": lambda m, z, v: (z.softmax(-1) @ v) * (1 - (0.7 - z.logsumexp(-1, keepdim=True)).sigmoid()),
+    "read first": lambda m, z, v: (z.logsumexp(-1, keepdim=True) - 0.7).sigmoid() * (z.softmax(-1) @ v),
+    "behind a projection": lambda m, z, v: m.out(z.softmax(-1) @ v) * z.logsumexp(-1, keepdim=True).sigmoid(),
+    "exp and sum": lambda m, z, v: (z.softmax(-1) @ v) * (1 - 1 / (1 + z.exp().sum(-1, keepdim=True))),
+    "of two": lambda m, z, v: (
+        (z.softmax(-1) @ v) * F.pad(z.logsumexp(-1, keepdim=True), (0, 1)).softmax(-1)[..., :1]
+    ),
+    "joined": lambda m, z, v: torch.cat([z.softmax(-1) @ v, z.logsumexp(-1, keepdim=True)], -1),
+}
+
+
+class Read(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.qkv, self.out, self.read = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), read
+
+    def forward(self, x):
+        return self.read(self, *scored(self, x))
+
+
+@pytest.mark.parametrize("name", SECOND_READERS)
+def test_a_mask_that_reaches_one_of_two_readers_of_the_scores_is_refused(name):
+    model, x = Read(SECOND_READERS[name]), torch.randn(2, LENGTH, WIDTH)
+    with pytest.raises(InputError, match="which the mask does not reach"), sparsify(model, TopK(2)):
+        model(x)
+    with sparsify(model, TopK(2), partial=True) as masked:
+        model(x)
+    assert (masked.calls, {seen.reason for seen in masked.unmasked}) == (1, {UNMASKED_SUM})
+
+
+@pytest.mark.parametrize("merge", ["one_by_one", "in_place", "by_lerp", "added_up"])
+def test_a_mask_of_merged_blocks_is_refused(merge):
+    model = Block(by_softmax, MERGERS[merge], BLOCKS)
+    with pytest.raises(InputError, match="which the mask does not reach"), sparsify(model, TopK(2)):
+        model(torch.randn(2, LENGTH, WIDTH))
+
+
+def test_a_sum_that_is_only_a_statistic_takes_a_mask():
+    seen = []
+
+    def read(model, z, v):
+        seen.append(z.logsumexp(-1).square().mean().detach())
+        return z.softmax(-1) @ v
+
+    with sparsify(model := Read(read), TopK(2)) as masked:
+        model(torch.randn(2, LENGTH, WIDTH))
+    assert (masked.calls, masked.unmasked, len(seen)) == (1, [], 1)

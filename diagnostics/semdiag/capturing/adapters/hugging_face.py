@@ -103,6 +103,7 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
         if recorder.masking and implementation in ("eager", "sdpa") and plain and _sinks_known(given):
             full = _call(given, query.transpose(1, 2))
             learned = any(isinstance(x, Tensor) and x.requires_grad for x in options.values())  # a position bias
+            learned |= any(map(recording.has_tangent, (query, key, value, *options.values())))
             sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
             # Transformers' function on torch's own; one that another recorder or a user put there is another.
             alone = attend is getattr(sdpa, "sdpa_attention_forward", None) and not learned

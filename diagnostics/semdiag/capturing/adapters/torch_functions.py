@@ -38,6 +38,7 @@ class FunctionWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
         higher_order = isinstance(func, HigherOrderOperator)
+        self.recorder.vectorized = recording.in_vmap()
         if name not in _WATCHED and not higher_order:
             return func(*args, **kwargs)
         once = recording.Once(func)
@@ -157,6 +158,7 @@ def _masked(
     replaceable = replaceable and q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == v.shape[:2]
     replaceable = replaceable and q.shape[:2] == call.q.shape[:2] and k.shape[:2] == call.k.shape[:2]
     replaceable = replaceable and not (mask is not None and mask.requires_grad)
+    replaceable = replaceable and not any(map(recording.has_tangent, (q, k, v, mask)))
     kept = recorder.masked(call, (q, k, v) if replaceable else None)
     if kept is None or isinstance(kept, recording.Attended):
         return {}, None if kept is None else kept.output

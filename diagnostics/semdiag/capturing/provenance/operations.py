@@ -370,7 +370,7 @@ class OperationWatch(dispatch.TorchDispatchMode):
         if any(t.layout not in _STORED for t in (given if result is None else (*given, *tensors((result,))))):
             self._skip_without_storage(name, given)
             return None
-        if name in SUMS or "sums" in tags.marks:
+        if name in SUMS or self.merged.follows:
             self.merged.observe(name, plan.kind == "product", args, given, result)
         if name == "mul" and len(given) == 2 and "one key" in tags.marks:
             call = self._products.observe_entrywise(given, result)

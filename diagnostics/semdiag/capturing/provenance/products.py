@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semdiag.capturing.adapters.fused import NotFollowedError
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, four_axes
-from semdiag.capturing.provenance.score_history import ScoreHistory, lowest, scores_alone
+from semdiag.capturing.provenance.score_history import lowest, scores_alone
 from semdiag.capturing.provenance.softmaxes import MECHANISM, Softmaxes, find_axis
 from semdiag.capturing.provenance.tags import (
     Axes,
@@ -27,14 +27,12 @@ from semdiag.capturing.provenance.tags import (
     selected,
     tensors,
 )
-from semdiag.capturing.recording import Recorder, in_transform, is_plain, outside_all_modes
-from semdiag.mathematics.planes import unraveled
+from semdiag.capturing.recording import TRANSFORMED, Recorder, is_plain, outside_all_modes
 
 PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "dot")
 _ADDED = ("baddbmm", "addmm", "addbmm", "addmv")
 _REACH = 1_000.0  # scores further above a sink hide its rounding
 _OFF = 0.25  # relative errors above this are no rounding in any dtype
-_CHECKED = 16  # random rows on which a history is compared with the softmax's input
 
 
 OUTSIDE = "runs outside the model's modules: call the module itself inside the context"
@@ -155,6 +153,8 @@ class Products:
         all_keys, but_one = AxisPiece(softmax.number, axis, size, 1), AxisPiece(softmax.number, axis, size - 1, 0)
         whole = size == 1 or summed in ((all_keys,), (but_one,))  # all but one: that one may be a sink
         reason = _reason(tag, axis, whole=whole, constant=constant, added=added, numbers=not result.ndim)
+        if self._recorder.vectorized:  # below Python, vmap's axis may be anywhere
+            reason = TRANSFORMED
         if reason is not None:
             softmax.refuse(reason)
             return None
@@ -193,8 +193,8 @@ class Products:
             if axis != key and math.prod(p.size for p in pieces if p.axis == axis) != size:
                 raise NotFollowedError("only some of its rows met values in one product")
         history = None
-        if softmax.history is not None and softmax.history[1]() and not in_transform(softmax.history[0].q):
-            history = softmax.history[0]  # still valid, and not from a transform (torch.func.grad)
+        if softmax.history is not None and softmax.history[1]():
+            history = softmax.history[0]  # still valid
         q, product = None if history is None else history.q, None if softmax.tag is None else softmax.tag.axes
         roles, remark = read_axes(scores.shape, key, {p.axis for p in rows}, self._recorder.shapes, q, product)
         if any(p.axis == roles.query for p in batch):
@@ -213,7 +213,7 @@ class Products:
                 raise NotFollowedError("its weights were changed between the softmax and the values")
         usual = history is not None and order == [*range(key)] and roles.query is not None
         history = history.split(s) if history is not None and usual else None
-        if history is None or not _agrees(history, s, self._recorder.generator):
+        if history is None or not history.agrees(s, self._recorder.generator):
             history = scores_alone(s, v.shape[:-1])
         elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
             v = v[:, :, :1]
@@ -283,31 +283,6 @@ def _with_sink(
         bias = bias.masked_fill(~allowed, 0)
     history = replace(history, bias=bias, allowed=allowed)
     return replace(history.call(v, mixed, heads), sinks=by_head.flatten())
-
-
-def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
-    """Return whether a history reproduces the softmax's input on random rows, up to a constant per row."""
-    if history.lead != s.shape[:-2] or not s.numel() or (history.q.shape[-2], history.k.shape[-2]) != s.shape[-2:]:
-        return False
-    where = torch.randint(math.prod(s.shape[:-1]), (_CHECKED,), generator=generator)
-    index = unraveled(where, s.shape[:-1], s.device)
-    scores, allowed = history.rows(index)
-    given = s[index].to(scores.dtype)
-    low = given.masked_fill(~allowed, -torch.inf).amax(-1, keepdim=True)
-    some = allowed.any(-1)
-    steep = given - low <= -9_000
-    if bool((~allowed & ~steep & some[:, None] & (given > lowest(s.dtype))).any()):
-        return False
-    off = (scores - given).masked_fill(~allowed, torch.nan)[some]
-    if not off.numel():
-        return True
-    size = torch.maximum(given.masked_fill(~allowed, 0).abs().amax(), scores.masked_fill(~allowed, 0).abs().amax())
-    size = torch.maximum(size, history.reach(index))
-    spread = off.nan_to_num(nan=-torch.inf).amax(-1) - off.nan_to_num(nan=torch.inf).amin(-1)
-    if not bool(spread.isfinite().all()):
-        return not bool(given[allowed].isfinite().all())  # a non-finite score comes from the model
-    eps = history.rounding(s)
-    return bool((spread <= (8 * eps + 56 * min(eps, torch.finfo(torch.float32).eps)) * size).all())
 
 
 def _one_key_product(

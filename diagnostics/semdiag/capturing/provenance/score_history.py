@@ -10,9 +10,12 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall, described
 from semdiag.capturing.recording import outside_all_modes
+from semdiag.mathematics.planes import unraveled
 
 FORBIDDING = -9_999.0  # a term this far below the largest of its row can forbid a key
 ROOM = 1_000.0  # margin for scores or a bias on top of such a constant
+_ROWS, _KEYS = 16, 4  # random rows, and keys of all rows, at which a history is compared with the softmax's input
+_AT_ONCE = 2**20  # scores looked at together
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -75,6 +78,7 @@ class ScoreHistory:
     forbidding: float | None = None  # finite constant that was added or filled in to forbid keys
     eps: float = 0.0  # eps of the least precise dtype of the scores so far
     lowest: float = -1e36  # largest term that counts as -inf
+    checked: bool = False  # whether it was found to agree with the softmax's input
 
     def times(self, factor: Any) -> "ScoreHistory":
         """Multiply by a number, or by a tensor that is constant over the keys."""
@@ -104,11 +108,12 @@ class ScoreHistory:
 
     def plus(self, term: Any, dtype: torch.dtype) -> "ScoreHistory":
         """Add a bias or a mask; drop a term that is constant over the keys, which changes no softmax."""
-        if as_number(term) is not None:
-            return self
-        if not isinstance(term, Tensor) or term.is_complex():
+        number = as_number(term)
+        if number is None and (not isinstance(term, Tensor) or term.is_complex()):
             raise UntraceableError
-        if term.shape[-1] == 1 != self.k.shape[-2]:
+        if self.floor is not None and (term.amax() if number is None else number) > -self.floor / 2:
+            raise UntraceableError  # what was overwritten may come back above the floor
+        if number is not None or term.shape[-1] == 1 != self.k.shape[-2]:
             return self
         term = term.detach().to(torch.promote_types(term.dtype, torch.float32))
         bias = term if self.bias is None else self.bias + term
@@ -145,30 +150,89 @@ class ScoreHistory:
         q, k = (x if x.ndim == 2 else reshaped(x, self.lead, new) for x in (self.q, self.k))
         return replace(self, q=q, k=k, bias=bias, allowed=allowed, lead=new)
 
-    def rows(self, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def agrees(self, scores: Tensor, generator: torch.Generator) -> bool:
+        """Return whether a softmax's input is these scores, up to a constant per row.
+
+        Some rows, and all rows at some keys, agree up to rounding; in every row, forbidden keys are far below.
+        """
+        shape = torch.Size((*self.lead, self.q.shape[-2], self.k.shape[-2]))
+        if scores.shape != shape or not scores.numel():
+            return False
+        if self.checked:
+            return True
+        where = torch.randint(math.prod(shape[:-1]), (_ROWS,), generator=generator)
+        rows = unraveled(where, shape[:-1], scores.device)
+        step = max(1, shape[-1] // _KEYS)
+        keys = slice(int(torch.randint(step, (), generator=generator)), None, step)
+        some = self._equals(self._at_rows(rows), scores[rows])
+        return some and self._equals(self._at_keys(keys), scores[..., keys]) and self._forbids(scores)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def _at_rows(self, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return the scores of some rows, and which of them no mask forbids."""
-        dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].to(self._dtype)
+        k = self.k.expand(*self.lead, *self.k.shape[-2:])[index[:-1]].to(self._dtype)
+        bias, allowed = (None if x is None else x[index] for x in self._terms())
+        return self._completed((k @ q[..., None])[..., 0], bias, allowed)
+
+    def _at_keys(self, keys: slice) -> tuple[Tensor, Tensor]:
+        """Return the scores of all rows at some keys, and which of them no mask forbids."""
+        product = self.q.to(self._dtype) @ self.k[..., keys, :].to(self._dtype).mT
+        bias, allowed = (None if x is None else x[..., keys] for x in self._terms())
+        return self._completed(product, bias, allowed)
+
+    def _terms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the bias and the allowed keys, expanded to the scores."""
         shape = (*self.lead, self.q.shape[-2], self.k.shape[-2])
-        q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].to(dtype)
-        k = self.k.expand(*self.lead, *self.k.shape[-2:])[index[:-1]].to(dtype)
-        scores = (k @ q[..., None])[..., 0] * self.scale
+        bias, allowed = (None if x is None else x.expand(shape) for x in (self.bias, self.allowed))
+        return bias, allowed
+
+    def _completed(self, product: Tensor, bias: Tensor | None, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return scores from a part of the product, and which of them no mask forbids."""
+        scores = product * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores)
-        if self.bias is not None:
-            scores = scores + self.bias.expand(shape)[index]
-        allowed = self.allowed if self.allowed is not None else torch.ones((), dtype=torch.bool, device=q.device)
-        return scores, allowed.expand(shape)[index]
+        scores = scores if bias is None else scores + bias
+        allowed = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed
+        return scores, allowed.expand(scores.shape)
 
-    def reach(self, index: tuple[Tensor, ...]) -> Tensor:
-        """Return the largest |scale| · ‖q‖ · ‖k‖ of some rows, except NaN, to which their rounding is relative."""
-        q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].float().norm(dim=-1)
-        q, k = (norms.nan_to_num(0.0, torch.inf) for norms in (q, self.k.float().norm(dim=-1)))
-        reach: Tensor = abs(self.scale) * (self.softcap or 1.0) * q.amax() * k.amax()
-        return reach
+    def _equals(self, expected: tuple[Tensor, Tensor], given: Tensor) -> bool:
+        """Return whether rows are the expected scores up to rounding; not finite ones are the model's."""
+        scores, allowed = expected
+        eps = max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, given)))
+        given, hidden = given.to(scores.dtype), ~allowed
+        off = scores - given
+        most, least = (off.masked_fill(hidden, end) for end in (-torch.inf, torch.inf))
+        spread = most.amax(-1) - least.amin(-1)
+        best = given.masked_fill(hidden, -torch.inf).amax(-1)  # NaN or infinite: the model's; -inf: no key
+        sizes = (x.masked_fill(hidden, 0)[best.isfinite()].abs() for x in (scores, given))
+        size = max([self._reach(), *(float(x.amax()) for x in sizes if x.numel())])
+        limit = (8 * eps + 56 * min(eps, torch.finfo(torch.float32).eps)) * size
+        return not bool((best.isfinite() & ~(spread <= limit)).any())
 
-    def rounding(self, scores: Tensor) -> float:
-        """Return eps of the least precise dtype of the scores so far."""
-        return max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, scores)))
+    def _reach(self) -> float:
+        """Return the largest |scale| · ‖q‖ · ‖k‖, except NaN, to which the rounding of products is relative."""
+        q, k = (float(x.float().norm(dim=-1).nan_to_num(0.0, torch.inf).amax()) for x in (self.q, self.k))
+        return abs(self.scale) * (self.softcap or 1.0) * q * k
+
+    def _forbids(self, scores: Tensor) -> bool:
+        """Return whether the keys that are forbidden are far below the others, in every row."""
+        if self.allowed is None:
+            return True
+        allowed = self.allowed.expand(*self.allowed.shape[:-2], *scores.shape[-2:])
+        some = self.allowed.any(-1, keepdim=True).expand(*self.allowed.shape[:-2], scores.shape[-2], 1)
+        step = max(1, _AT_ONCE // (scores.numel() // scores.shape[-2]))
+        for rows in (slice(n, n + step) for n in range(0, scores.shape[-2], step)):
+            there, part = allowed[..., rows, :], scores[..., rows, :]
+            limit = torch.zeros(there.shape, dtype=scores.dtype, device=scores.device)
+            limit.masked_fill_(there, -torch.inf)  # added, it takes half the time of filling in the scores
+            low = (part.amax(-1, keepdim=True) - 9_000).where(some[..., rows, :], FORBIDDING + ROOM)
+            if bool(((part + limit).amax(-1, keepdim=True) > low.clamp(min=lowest(scores.dtype))).any()):
+                return False
+        return True
 
     def split(self, scores: Tensor) -> "ScoreHistory":
         """Separate terms that forbid keys from the bias, among the keys that the softmax's input leaves."""

@@ -246,7 +246,7 @@ class SoftmaxProvenance:
         tag = self._product_of(scores)
         if dim not in (-1, scores.ndim - 1) or tag is None or tag.keys_fixed(scores.ndim - 1) is not False:
             return args, kwargs, False
-        history, stamps = (None, []) if self.history(scores) is None else self._scores[scores]
+        history, stamps = self._true_history(scores, recorder.generator)
         if history is None and not tag.whole(scores.ndim - 1, scores.shape[-1]):  # a sink may be among the keys
             return args, kwargs, False
         with outside_all_modes(scores.device.type):
@@ -258,7 +258,7 @@ class SoftmaxProvenance:
             s = scores.detach().permute(order)
             s = s[..., None, :] if own else s
             usual = history if order == sorted(order) else None
-            read = scores_alone(s, (*s.shape[:-2], s.shape[-1])) if usual is None else usual.split(s)
+            read = scores_alone(s, (*s.shape[:-2], s.shape[-1])) if usual is None else usual
             heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
             call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), heads, s)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
@@ -268,8 +268,21 @@ class SoftmaxProvenance:
         kept = (kept[..., 0, :] if own else kept).permute([order.index(d) for d in range(scores.ndim)])
         left = scores.masked_fill(~kept, -torch.inf)
         if history is not None:
-            self._keep(left, history.filled(-torch.inf, scores.dtype, kept), stamps[:-1])
+            filled = history.filled(-torch.inf, scores.dtype, kept)
+            self._keep(left, replace(filled, checked=True), stamps)
         return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
+
+    def _true_history(
+        self, scores: Tensor, generator: torch.Generator
+    ) -> tuple[ScoreHistory | None, list[tuple[Tensor, int]]]:
+        """Return the history of a softmax's input and what it is made of; None where the input is another."""
+        if self.history(scores) is None:
+            return None, []
+        history, stamps = self._scores[scores]
+        with outside_all_modes(scores.device.type):
+            given = scores.detach()
+            history = history.split(given)
+            return (history, stamps[:-1]) if history.agrees(given, generator) else (None, [])
 
     def follow(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Observe an operation that has just run: it makes scores, or changes them, or ends their history."""
@@ -374,9 +387,13 @@ MERGED = (
     "its output is rescaled by a sum of exponentials of scores: if this merges blocks of keys, each of its "
     "calls is one block, and its rows are not those of the whole attention"
 )
+UNMASKED_SUM = (
+    "its output depends on a sum of exponentials of its scores (a sink by hand, blocks of keys merged by "
+    "logsumexp), which the mask does not reach"
+)
 SUMS = ("logsumexp", "sum")
 _WEIGHING = frozenset(("mul", "div", "bmm", "mm", "baddbmm", "addcmul", "addcdiv", "lerp"))
-_SPREADING = frozenset(("expand", "repeat", "stack", "cat"))
+_SPREADING = frozenset(("expand", "repeat", "stack", "cat", "constant_pad_nd"))
 
 
 class MergedBlocks:
@@ -384,6 +401,11 @@ class MergedBlocks:
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
         self._recorder, self._tags = recorder, tags
+
+    @property
+    def follows(self) -> bool:
+        """Whether an operation matters: under a mask, outputs are followed before there are sums."""
+        return "sums" in self._tags.marks or (self._recorder.masking and "output" in self._tags.marks)
 
     def mark_output(self, output: Tensor, sums: object = None) -> None:
         """Mark the output of a captured attention."""
@@ -397,14 +419,17 @@ class MergedBlocks:
         if name in SUMS and self._are_sums(name, args, given[0]):
             for out in tensors((result,)):
                 self._tags.mark(out, "sums", self._recorder.module)
-        if "sums" not in self._tags.marks:
+        if not self.follows:
             return
         name = name.removesuffix("_")
         kinds = ("sums", "output")
         marks = {k: [(t, m) for t in given if (m := self._tags.marked(t, k)) is not None] for k in kinds}
-        if name in _WEIGHING and any(t is not s for s, _ in marks["sums"] for t, _ in marks["output"]):
+        merged_here = any(t is not s for s, _ in marks["sums"] for t, _ in marks["output"])
+        if merged_here and self._recorder.masking and any(s.numel() > 1 for s, _ in marks["sums"]):
+            self._recorder.skip(name, UNMASKED_SUM, marks["output"][0][1])
+        elif merged_here and name in _WEIGHING:
             self._recorder.remark(MERGED, marks["output"][0][1])
-        if product:
+        if product and not any(map(self._tags.fixed, given)):
             return
         for kind, known in marks.items():
             for source, module in known:
