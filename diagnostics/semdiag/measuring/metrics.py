@@ -187,7 +187,7 @@ def monitored() -> list[Metric]:
     return [metric for metric in METRICS.values() if metric.by_head]
 
 
-def columns_of(metrics: Iterable[Metric], ks: Sequence[int]) -> dict[str, tuple[Metric, int | None]]:
+def metric_columns(metrics: Iterable[Metric], ks: Sequence[int]) -> dict[str, tuple[Metric, int | None]]:
     """Return metrics and their k by column: first those without a k, then those of each k."""
     listed = list(metrics)
     columns: dict[str, tuple[Metric, int | None]] = {m.name: (m, None) for m in listed if m.takes(None)}

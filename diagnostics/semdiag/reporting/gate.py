@@ -48,7 +48,7 @@ class Rule:
     """A limit that a number of every chosen model must respect."""
 
     text: str  # as the user wrote it
-    metric: str  # one of :func:`limited`, or one of :data:`FACTS`
+    metric: str  # one of :func:`gated_metrics`, or one of :data:`FACTS`
     statistic: str  # one of :data:`STATISTICS`; empty for a fact
     comparison: str  # a key of the known comparisons
     limit: float  # the number
@@ -87,7 +87,7 @@ class RuleResult:
         return f"{self.rule.text} {outcome}"
 
 
-def limited() -> list[str]:
+def gated_metrics() -> list[str]:
     """Return the metrics whose percentiles a rule may limit."""
     return [metric.name for metric in METRICS.values() if metric.gated]
 
@@ -100,8 +100,8 @@ def parse_rule(text: str) -> Rule:
     if read is None:
         raise InputError(f"The rule {text!r} cannot be read. {_EXAMPLE}")
     metric, statistic, comparison, number, rest = read.groups()
-    if metric not in (*limited(), *FACTS):
-        raise unknown_name("metric in a rule", metric, (*limited(), *FACTS))
+    if metric not in (*gated_metrics(), *FACTS):
+        raise unknown_name("metric in a rule", metric, (*gated_metrics(), *FACTS))
     if metric in FACTS and statistic:
         raise InputError(f"The rule {text!r}: {metric} is one number per model and takes no percentile.")
     if metric not in FACTS and statistic not in STATISTICS:
@@ -152,16 +152,20 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
         if not chosen:
             raise InputError(f"The rule {rule.text!r} chooses none of the models: nothing would be checked.")
         outcomes = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
-        # dense attention drops nothing, and has no such number, whatever its scores
-        lacking = DENSE if rule.metric in METRICS and METRICS[rule.metric].of_dropped else ()
-        concerned = [
-            result
-            for result, row in zip(outcomes, chosen, strict=True)
-            if result.known
-            or (rule.metric != "accuracy" and row["attention"] not in lacking and diverged(findings, row["model"]))
-        ]
+        pairs = zip(outcomes, chosen, strict=True)
+        concerned = [result for result, row in pairs if result.known or _should_be_known(findings, rule, row)]
         results += concerned or outcomes
     return results
+
+
+def _should_be_known(findings: Findings, rule: Rule, row: dict[Any, Any]) -> bool:
+    """Return whether a model would have the number if its scores were finite."""
+    if rule.metric == "accuracy":
+        return False
+    metric = METRICS.get(rule.metric)
+    if metric is not None and metric.of_dropped and row["attention"] in DENSE:  # drops nothing
+        return False
+    return diverged(findings, row["model"])
 
 
 def _value(findings: Findings, rule: Rule, row: dict[Any, Any]) -> float:

@@ -13,7 +13,7 @@ from semdiag import InputError, capture, measure, watch_attention
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.calls.monitor_alarms import rules_of
 from semdiag.measuring.calls.monitor_heads import describe_heads, looked_at
-from semdiag.measuring.metrics import METRICS, Metric, columns_of, in_table, metric_of, monitored
+from semdiag.measuring.metrics import METRICS, Metric, in_table, metric_columns, metric_of, monitored
 from semdiag.reporting.gate import parse_rule
 from semdiag_models import Encoder, ModelConfig
 
@@ -185,7 +185,7 @@ def test_every_metric_has_one_oracle():
 @pytest.mark.parametrize("name", METRICS)
 def test_measured_columns_are_those_of_the_oracle(name, kind):
     metric = METRICS[name]
-    for column, (_, k) in columns_of([metric] if metric.table else [], ks_of(kind)).items():
+    for column, (_, k) in metric_columns([metric] if metric.table else [], ks_of(kind)).items():
         table = getattr(measured(kind), metric.table)
         for (layer, head), samples in heads_of(kind).items():
             values = values_of(metric, k, samples)
@@ -220,7 +220,7 @@ def test_a_capture_tells_every_metric_of_rows(name, kind):
 @pytest.mark.parametrize("name", METRICS)
 def test_a_monitor_has_every_metric_of_heads_and_alarms_for_it(name, kind):
     metric = METRICS[name]
-    for column, (_, k) in columns_of([metric] if metric.by_head else [], KS).items():
+    for column, (_, k) in metric_columns([metric] if metric.by_head else [], KS).items():
         for call in calls_of(kind):
             for head, row in enumerate(describe_heads(looked_at(counted_rows(call, top=max(KS))), KS, LOGIT)):
                 expected = of_one_head(metric, values_of(metric, k, heads_of(kind)[call.layer, head]))
@@ -262,7 +262,7 @@ def test_a_metric_says_all_that_its_places_need(metric):
 
 
 def test_columns_and_metrics_name_each_other():
-    for column, found in columns_of(METRICS.values(), KS).items():
+    for column, found in metric_columns(METRICS.values(), KS).items():
         assert metric_of(column) == found
     for column in ("keys", "weight_kept", "entropy_k2", "dispersion_k", "load_k1_k2"):
         assert metric_of(column) is None
@@ -272,7 +272,7 @@ def test_columns_and_metrics_name_each_other():
 
 
 def test_a_monitor_that_continues_a_file_finds_its_columns_in_their_order():
-    assert list(columns_of(monitored(), (7,))) == [
+    assert list(metric_columns(monitored(), (7,))) == [
         "max_logit", "above", "entropy", "least_entropy", "first_weight", "heaviest_key", "dispersion",
         "separation", "xi", "output_rank", "query_norm", "key_norm", "dispersion_k7", "separation_k7",
         "weight_kept_k7",

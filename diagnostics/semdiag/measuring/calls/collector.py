@@ -24,7 +24,7 @@ from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
 from semdiag.mathematics.score_strips import as_mask, rows_of
 from semdiag.measuring.calls.counted_rows import Arrivals, CountedRows, Tensors, counted_rows
 from semdiag.measuring.calls.residual import residual_numbers
-from semdiag.measuring.metrics import Metric, columns_of, in_table
+from semdiag.measuring.metrics import Metric, in_table, metric_columns
 from semdiag.measuring.row_sample import SKETCHES, KeptRows
 from semdiag.measuring.table import CALLS, HEADS, REMARKS, RESIDUALS, SKIPPED
 from semdiag.measuring.words import counted
@@ -374,7 +374,7 @@ class Collector:
 
     def _metrics(self, table: str, rows: CountedRows) -> Tensors:
         """Return the columns of a table that are metrics."""
-        columns = columns_of(in_table(table), self.k).items()
+        columns = metric_columns(in_table(table), self.k).items()
         return {column: metric.of(rows, k) for column, (metric, k) in columns}
 
     def _of_queries(self, rows: CountedRows) -> Tensors:
@@ -407,7 +407,7 @@ class Collector:
     def _receive(self, layer: int, samples: NDArray[np.int32], here: Tensors) -> None:
         queries, some, bad = (here.pop(name) for name in ("queries", "some", "bad"))
         places, some_keys, sums = here.pop("places", None), here.pop("some_keys"), here.pop("heads")
-        loads = {name: _compact(here.pop(name)) for name in columns_of(in_table("loads"), self.k)}
+        loads = {name: _compact(here.pop(name)) for name in metric_columns(in_table("loads"), self.k)}
         columns = _places(samples, queries, layer, "query")
         if places is not None:
             stratum = columns["query"] // PER_STRATUM
@@ -446,7 +446,7 @@ class Collector:
         return self._queries.share
 
     def _head_table(self) -> pd.DataFrame:
-        names = list(columns_of(in_table("heads"), self.k))
+        names = list(metric_columns(in_table("heads"), self.k))
         rows = [
             {"model": self.model, "layer": layer, "head": head, "queries": int(queries)}
             | {name: total / max(queries, 1) for name, total in zip(names, totals, strict=True)}

@@ -17,7 +17,7 @@ import pandas as pd
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.pretrained import first_line
 from semdiag.measuring.calls.monitor_heads import LOGIT, head_columns, head_key, quantities_among
-from semdiag.measuring.metrics import NATS, columns_of, metric_of, monitored
+from semdiag.measuring.metrics import NATS, metric_columns, metric_of, monitored
 from semdiag.measuring.table import csv_text, from_csv_text, read_parquet
 from semdiag.measuring.words import counted
 from semdiag_files import InputError, RunLock, open_file, visible
@@ -101,12 +101,9 @@ def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> l
 
 
 def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Rule]:
-    columns = columns_of(monitored(), k)
+    columns = metric_columns(monitored(), k)
     if quantity not in columns:
-        found = metric_of(str(quantity))
-        known = f" Known: {', '.join(columns)}."
-        more = " Add that k to the monitor's k." if found and found[0].by_head else known
-        raise InputError(f"alarm: there is no quantity {quantity!r}.{more}")
+        raise _unknown_quantity(quantity, list(columns))
     parts = (tuple(setting) or (None,)) if isinstance(setting, tuple | list) else (setting,)
     metric, limit = columns[quantity]
     low, high = metric.limits_at(limit)
@@ -120,6 +117,14 @@ def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Ru
         if x >= high if side == ABOVE else x <= low:
             raise InputError(f"alarm: {quantity} is never {side} {x:g}: it lies between {low:g} and {high:g}.")
     return [Rule(quantity, band, side, float(x)) for band, x in zip((WARNING, SEVERE), numbers, strict=False)]
+
+
+def _unknown_quantity(quantity: str, columns: Sequence[str]) -> InputError:
+    found = metric_of(str(quantity))
+    more = f"Known: {', '.join(columns)}."
+    if found is not None and found[0].by_head:
+        more = "Add that k to the monitor's k."
+    return InputError(f"alarm: there is no quantity {quantity!r}. {more}")
 
 
 def _change(quantity: str, side: str, steps: Any, every: int, floor: Any, high: float) -> Rule:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.measuring.calls.counted_rows import CountedRows, Tensors, attended_keys, counted_rows
-from semdiag.measuring.metrics import Metric, columns_of, metric_of, monitored
+from semdiag.measuring.metrics import Metric, metric_columns, metric_of, monitored
 from semdiag_files import InputError
 
 PATIENCE = timedelta(minutes=5)  # longest wait of a look for other ranks; NCCL ends a training after 10
@@ -183,7 +183,7 @@ def head_columns(k: Sequence[int]) -> list[str]:
 
 def quantities(k: Sequence[int]) -> list[str]:
     """Return the names of the columns that are quantities."""
-    return list(columns_of(monitored(), k))
+    return list(metric_columns(monitored(), k))
 
 
 def quantities_among(columns: Iterable[str]) -> list[str]:
@@ -215,7 +215,7 @@ def describe_heads(tensors: Tensors, k: Sequence[int], logit: float = LOGIT) -> 
     """Return one row per head for a call's rows; NaN for a quantity that no row has."""
     statistics, attending = _statistics(tensors), tensors["attending"]
     columns = {}
-    for column, (metric, limit) in columns_of(monitored(), k).items():
+    for column, (metric, limit) in metric_columns(monitored(), k).items():
         values = _values(metric, limit, tensors, statistics)
         reduced = metric.of_call is not None and metric.per == "key"
         columns[column] = values if reduced else _of_head(metric, values, attending, logit)
@@ -367,8 +367,8 @@ _SAMPLES = 4  # samples looked at per attention call: score rows = samples × qu
 
 def columns(k: Sequence[int]) -> list[str]:
     """Return the column names of a monitor's table."""
-    medians = list(columns_of(_medians(), ()))
-    of_k = list(columns_of(_medians(), k))[len(medians) :]
+    medians = list(metric_columns(_medians(), ()))
+    of_k = list(metric_columns(_medians(), k))[len(medians) :]
     return ["step", "layer", "module", "occurrence", "rows", "keys", *medians, "entropy", *of_k]
 
 
@@ -396,7 +396,7 @@ def describe(tensors: Tensors, k: Sequence[int]) -> dict[str, float | int]:
     """Return medians over the rows that count and have keys; NaN for a quantity that no row has."""
     statistics = _statistics(tensors)
     values = {"keys": statistics.keys.to(statistics.entropy.dtype), "entropy": statistics.entropy}
-    for column, (metric, limit) in columns_of(_medians(), k).items():
+    for column, (metric, limit) in metric_columns(_medians(), k).items():
         values[column] = _values(metric, limit, tensors, statistics)
     joined = tensors["attending"].transpose(1, 2).flatten()[None, None]  # all heads together
     medians: dict[str, float | int] = {"rows": int(joined.sum())}

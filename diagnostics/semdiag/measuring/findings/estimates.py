@@ -12,7 +12,7 @@ from semdiag.capturing.attention_call import DENSE
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.measuring.encoders.traces import fitting
 from semdiag.measuring.findings.findings import Findings, Place, Summary, broken_places, json_ready, records
-from semdiag.measuring.metrics import METRICS, columns_of, in_table, metric_of
+from semdiag.measuring.metrics import METRICS, in_table, metric_columns, metric_of
 from semdiag.measuring.percentiles import percentile_rows, percentiles
 from semdiag.measuring.table import ALL, RESIDUALS, rows_of
 from semdiag.measuring.words import interval
@@ -161,7 +161,7 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
         samples, ks = queries["sample"].to_numpy(np.int64), counterfactual_ks(queries)
         estimated = [metric for metric in in_table("queries") if metric.takes(1)]
         parts = [*places_of(queries), ((ALL, ALL), np.arange(len(queries)))]
-        for quantity in columns_of(estimated, ks):
+        for quantity in metric_columns(estimated, ks):
             values = queries[quantity].to_numpy(np.float64)
             for (layer, head), at in parts:
                 for sampled in sampled_estimates(values[at], samples[at], strata[at], probability):

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.reporting.gate import STATISTICS, apply_rules, limited, parse_rule
+from semdiag.reporting.gate import STATISTICS, apply_rules, gated_metrics, parse_rule
 from semdiag_files import InputError
 
 VALUES = np.linspace(1, 5, 101)
 
 
 @given(
-    st.sampled_from(limited()), st.sampled_from(STATISTICS), st.sampled_from(["<", "<=", ">", ">="]),
+    st.sampled_from(gated_metrics()), st.sampled_from(STATISTICS), st.sampled_from(["<", "<=", ">", ">="]),
     st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["", " "]), st.integers(0, 30),
 )  # fmt: skip
 def test_what_is_written_is_what_is_read(metric, statistic, comparison, limit, blank, layer):
