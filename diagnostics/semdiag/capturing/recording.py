@@ -342,7 +342,7 @@ def untransformed(tensor: Tensor) -> Tensor:
 def has_tangent(tensor: object) -> bool:
     """Return whether forward-mode differentiation follows a tensor."""
     with torch._C.DisableTorchFunction(), dispatch._disable_current_modes():
-        return isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
+        return isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def storages(values: Iterable[object]) -> list[torch.UntypedStorage]:
