@@ -345,7 +345,7 @@ def with_retrieval(found):
         for mask, hits, loss in (("none", 5, 100.0), ("window", 5 * sample, 101.0))
     ]
     kept = {"length": 64, "kind": "tile-4x4-mean", "k": 16, "module": "a", "layer": 0, "head": 0, "recall": 0.5}
-    kept |= {"keys": 0.4, "weight": 0.6, "exact_weight": 0.7, "top_weight": 0.8}
+    kept |= {"keys": 0.4, "weight": 0.6, "exact_weight": 0.7, "top_weight": 0.8, "chance": 0.3}
     tiles = TILES.of_rows({"model": model, **kept} for model in found.models["model"])
     return found.replace(retrieval=RETRIEVAL.of_rows(rows), tiles=tiles)
 

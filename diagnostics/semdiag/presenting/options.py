@@ -43,9 +43,9 @@ def models(incomplete: str) -> list[str]:
 MEASURE, WHERE, OUTPUT = "What is measured", "Where it runs", "Output"  # headings of the help
 
 
-def option(help: str, *names: str, panel: str = MEASURE, **more: Any) -> Any:
-    """Return the declaration of an option, for the ``Annotated`` type of a parameter."""
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+def option(help: str, *names: str, panel: str = MEASURE, rare: bool = False, **more: Any) -> Any:
+    """Declare an option, for the ``Annotated`` type of a parameter; only ``--help-all`` shows a rare one."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, hidden=rare, **more)
 
 
 def chosen(
@@ -67,7 +67,8 @@ Config = Annotated[
     Path | None,
     option(
         "For a checkpoint of the paper's code whose file name does not state its configuration: a JSON file "
-        "with mask_type, mask_size, n_heads …"
+        "with mask_type, mask_size, n_heads …",
+        rare=True,
     ),
 ]
 Head = Annotated[
@@ -76,6 +77,7 @@ Head = Annotated[
         "Of Hugging Face models: auto loads the class that the configuration names, with its head, so that "
         "losses and predictions are the model's own. none loads the body alone.",
         metavar="auto|none",
+        rare=True,
     ),
 ]
 NOISE = option(
@@ -89,10 +91,11 @@ Ray = Annotated[
     place_option(
         "Run on a Ray cluster: its address, or auto for the one on this machine, which is started if needed.",
         metavar="auto|ADDRESS",
+        rare=True,
     ),
 ]
 Json = Annotated[bool, output_option("Print one JSON object on stdout.", "--json")]
-Quiet = Annotated[bool, output_option("Show no progress and no tables.", "--quiet")]
+Quiet = Annotated[bool, output_option("Show no progress and no tables.", "--quiet", rare=True)]
 
 
 @dataclass(frozen=True)
@@ -131,19 +134,20 @@ class Shared:
     )  # fmt: skip
     max_length: int | None = chosen(
         None, "Cut texts of --inputs to this many tokens. Default: as many as the model takes.", metavar="TOKENS",
+        rare=True,
     )  # fmt: skip
     tokenizer: Path | None = chosen(
-        None, "Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR",
+        None, "Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR", rare=True,
     )  # fmt: skip
     labels: Path | None = chosen(
         None, "File with the class of each text of --inputs, a number or a name a line, for models that tell "
-        "classes.", metavar="FILE",
+        "classes.", metavar="FILE", rare=True,
     )  # fmt: skip
     samples: int = chosen(
         500, "How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
         "asking for more than it held out is an error. With --inputs the default is all.",
     )  # fmt: skip
-    batch_size: int = chosen(100, "Samples in one forward pass.")
+    batch_size: int = chosen(100, "Samples in one forward pass.", rare=True)
     device: str = chosen(
         "auto", "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
         autocompletion=names(("auto", "cpu", "cuda", "mps")),
@@ -152,23 +156,24 @@ class Shared:
         "auto", "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
         "models, whose scores are then read in float32. auto: float64 if all models are semdiag's or the paper's "
         "encoders, so that numbers are the same on every processor; float32 if any other model is among them, or "
-        "on mps.",
+        "on mps.", rare=True,
     )  # fmt: skip
     seed: int = chosen(
         0, "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
-        "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape).",
+        "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape).", rare=True,
     )  # fmt: skip
     min_keys: int = chosen(
         1, "Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them.",
+        rare=True,
     )  # fmt: skip
     queries: int | None = chosen(
         None, "For long sequences: measure only this many random queries per sample and head of the longest "
         "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and quantities "
-        "that need every query are not given. Default: every query.", show_default=False,
+        "that need every query are not given. Default: every query.", show_default=False, rare=True,
     )  # fmt: skip
     max_queries: int = chosen(
         20_000_000, "How many queries and keys of a model are kept one by one. Beyond that, counts, means and "
-        "extremes stay exact and percentiles come from a random sample, with their error stated.",
+        "extremes stay exact and percentiles come from a random sample, with their error stated.", rare=True,
     )  # fmt: skip
     config: Config = None
     head: Head = "auto"
@@ -176,6 +181,7 @@ class Shared:
         None, "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
         "rerun. Their number changes no result, to the last bit. Default: one a core for four or more checkpoints "
         "on a CPU; otherwise this process measures one model after the other.", show_default=False, panel=WHERE,
+        rare=True,
     )  # fmt: skip
     ray: Ray = ""
     out: Path | None = chosen(
@@ -184,11 +190,11 @@ class Shared:
     as_json: Json = False
     per_query: Path | None = chosen(
         None, "Write one row per query to this .parquet file, and the key loads to another beside it. With "
-        "--queries only the drawn queries; beyond --max-queries a random sample.", panel=OUTPUT,
+        "--queries only the drawn queries; beyond --max-queries a random sample.", panel=OUTPUT, rare=True,
     )  # fmt: skip
     figures: str = chosen(
         "png,svg", "Figure formats: any of png, svg, pdf, separated by commas; or none.",
-        metavar="FORMAT,FORMAT", panel=OUTPUT,
+        metavar="FORMAT,FORMAT", panel=OUTPUT, rare=True,
     )  # fmt: skip
     quiet: Quiet = False
 

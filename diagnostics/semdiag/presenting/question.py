@@ -6,7 +6,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from semdiag.measuring.plan import Plan
     from semdiag.presenting.answer import Answer, Heading
 
+Place = Literal["screen", "theory", "details"]  # parts of a report: open, and two that a click opens
+QUANTITIES = "Attention, quantity by quantity"
 SAMPLING = ("queries", "max_queries")  # shared options of questions that work on drawn queries
 
 
@@ -57,7 +59,11 @@ class Question:
     needs: tuple[str, ...] = ()  # tables of which one must have rows for an answer
     report_plan: "type[Plan] | None" = None  # what a report measures for it, where the command has no plan
     external: bool = True  # whether it is asked of external models, of which only the attention is known
-    glanced: str = ""  # the anchor of the heading that the glance answers; empty: the first
+    tile_anchor: str = ""  # the anchor of the heading that the glance answers; empty: the first
+    place: Place = "details"  # the part of a report in which it stands
+    leads: int = 0  # its rank among those that lead a report about external models alone; 0: it follows them
+    panel: str = QUANTITIES  # the group of ``semdiag --help`` that lists its command
+    pictured: bool = False  # whether its command draws figures without being asked
 
     def _part(self, file: str, name: str) -> Any:
         home = import_module(self.package)

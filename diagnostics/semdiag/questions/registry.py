@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 # A folder, whose ``__init__.py`` holds the record; or, of a question without a command, a file with its parts.
 _PLACES: tuple[str | Question, ...] = (
     "dispersion",
-    Question("heads", f"{__package__}.heads"),
+    Question("heads", f"{__package__}.heads", place="screen", leads=3),
     "separation",
-    Question("learning", f"{__package__}.learning", external=False),
+    Question("learning", f"{__package__}.learning", external=False, place="screen"),
     "stability",
     "bounds",
     "mask_stability",

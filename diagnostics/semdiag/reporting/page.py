@@ -156,12 +156,6 @@ def inline_picture(svg: str, said: Mapping[str, str]) -> Markup:
     return Markup(re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", svg))
 
 
-_SCREENS = {
-    "k-sweep", "retrieval", "heads", "dispersion", "separation", "learning", "convergence", "mask-stability",
-}  # fmt: skip
-_THEORY = {"stability", "bounds", "lipschitz"}
-
-
 def unsaid(sentences: Sequence[str], said: Sequence[str]) -> list[str]:
     """Return sentences without what was said already."""
     left = []
@@ -196,9 +190,8 @@ def render_page(
         above = unsaid(own, [lead])
         more = unsaid(content["details"].get(name, []), [lead, *above])
         tables = [each for each in answers[name].details or () if not isinstance(each, str)]
-        place = "screen" if name in _SCREENS else "theory" if name in _THEORY else "details"
         for heading in headings:
-            glanced = [each for each in headings if each.anchor == QUESTIONS[name].glanced]
+            glanced = [each for each in headings if each.anchor == QUESTIONS[name].tile_anchor]
             first = heading is (glanced or headings)[0]
             glance = glances.get(name) if first else None
             repeated = glance and glance["words"] in " ".join([lead, *above])
@@ -206,8 +199,8 @@ def render_page(
             sections.append(
                 {
                     "name": name, "heading": heading, "answer": answer and answer[:1].upper() + answer[1:] + ".",
-                    "headline": above if first else [], "more": more if first else [], "place": place,
-                    "tables": tables if first else (),
+                    "headline": above if first else [], "more": more if first else [],
+                    "tables": tables if first else (), "place": QUESTIONS[name].place,
                 }
             )  # fmt: skip
     said = {*content["cautions"], *(sentence for answer in answers.values() for sentence in answer.headline)}

@@ -1,6 +1,7 @@
 """Write a report from findings: a folder with a page, figures, percentile tables and a summary."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -129,9 +130,10 @@ def write_report(
 
 def measured_questions(findings: Findings) -> list[str]:
     """Return the questions to which the measurements give an answer, as a report has them."""
-    names = [name for name, question in reported().items() if question.applies(findings)]
-    first = ["k-sweep", "retrieval", "heads"] if external(findings.measurements.models).all() else []
-    return sorted(names, key=lambda name: first.index(name) if name in first else len(first))  # a user's own model
+    applying = {name: question for name, question in reported().items() if question.applies(findings)}
+    if external(findings.measurements.models).all():
+        return sorted(applying, key=lambda name: applying[name].leads or math.inf)
+    return list(applying)
 
 
 def _write(

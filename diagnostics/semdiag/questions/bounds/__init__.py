@@ -67,5 +67,6 @@ QUESTION = Question(
     conditions={"encoders_only": True},
     needs=("constants", "parameters"),
     external=False,
-    glanced="corollary",
+    tile_anchor="corollary",
+    place="theory",
 )

@@ -65,4 +65,5 @@ QUESTION = Question(
     leave_out=("min_keys", "config", "per_query", "head", "jobs", "ray"),
     needs=("runs",),
     external=False,
+    place="screen",
 )

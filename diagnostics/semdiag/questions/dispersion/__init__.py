@@ -55,4 +55,5 @@ QUESTION = Question(
     takes=("k", "every", *SAMPLING),
     leave_out=(),
     report_plan=InitialisationPlan,
+    place="screen",
 )

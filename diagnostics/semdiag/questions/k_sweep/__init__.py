@@ -168,4 +168,6 @@ QUESTION = Question(
     takes=("models", "every", *SAMPLING),
     defaults={"rerun": None},
     needs=("sweep",),
+    place="screen",
+    leads=1,
 )

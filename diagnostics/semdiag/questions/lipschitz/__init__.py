@@ -87,4 +87,5 @@ QUESTION = Question(
     conditions={"dtype": "float64", "encoders_only": True},
     needs=("loss_gradients",),
     external=False,
+    place="theory",
 )

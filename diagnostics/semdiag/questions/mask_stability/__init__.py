@@ -109,4 +109,5 @@ QUESTION = Question(
     takes=("models", "every"),
     defaults={"levels": "0.001,0.01,0.1"},
     needs=("masks", "noise_effects"),
+    place="screen",
 )

@@ -121,4 +121,6 @@ QUESTION = Question(
     leave_out=("inputs", "labels", "min_keys", "per_query", "jobs", "ray", "config", "batch_size", "head"),
     defaults={"samples": 8},
     needs=("retrieval",),
+    place="screen",
+    leads=2,
 )

@@ -76,4 +76,5 @@ QUESTION = Question(
     SecantsPlan,
     defaults={"dtype": "float64"},
     needs=("secants",),
+    place="theory",
 )
