@@ -211,7 +211,7 @@ class Bench:
         batches = 2 if self.small else 40
         trainer = self.trainer(attention, length, blocks, batches=batches, training=training)
         steps = Steps([trainer])
-        return 1000 * self.seconds(lambda: steps.epoch(0.1, lambda trainer: None), 5) / batches
+        return 1000 * self.seconds(lambda: steps.epoch(lambda trainer: None), 5) / batches
 
     def parts(self) -> None:
         """Milliseconds of the parts of a step with long inputs: attention of one block, forward and backward."""
@@ -244,7 +244,7 @@ class Bench:
                 steps = Steps(
                     [self.trainer(attention, length, blocks, seed=n, batches=batches) for n in range(count)]
                 )
-                times.append(1000 * self.seconds(lambda s=steps: s.epoch(0.1, lambda trainer: None), 5) / batches)
+                times.append(1000 * self.seconds(lambda s=steps: s.epoch(lambda trainer: None), 5) / batches)
             self.tell(f"step ms of one and ten seeds {attention} (ten at most three times one)", times)
 
     def epoch(self) -> None:

@@ -1,6 +1,6 @@
 """What trainer and toolkit share: errors, text safe to show, and the only way in which files are opened."""
 
-from semdiag_files.errors import InputError, refuse, unknown_name
+from semdiag_files.errors import InputError, unknown_name
 from semdiag_files.files import (
     LARGEST_TEXT,
     MEBIBYTE,
@@ -21,7 +21,7 @@ from semdiag_files.text import counted, csv_cell, from_csv_cell, visible, visibl
 
 __all__ = [
     # errors
-    "InputError", "refuse", "unknown_name",
+    "InputError", "unknown_name",
     # text
     "counted", "csv_cell", "from_csv_cell", "visible", "visible_json",
     # files

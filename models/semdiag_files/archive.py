@@ -5,7 +5,7 @@ import pickletools
 import zipfile
 from typing import Any, BinaryIO
 
-from semdiag_files.errors import InputError, refuse
+from semdiag_files.errors import InputError
 
 _LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
 _LONGEST_NAME = 300  # largest number of characters of a member's or a global's name
@@ -36,16 +36,17 @@ def check_archive(file: BinaryIO) -> str | None:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             sizes = {member.filename.lower().rpartition("/")[2]: member.file_size for member in members}
-            compressed = any(member.compress_type for member in members)
-            refuse(compressed, damaged("compressed members, which torch.save never writes"))
-            long = any(len(member.filename) > _LONGEST_NAME for member in members)
-            refuse(long, damaged("names of members that are too long"))
-            larger = sum(member.file_size for member in members) > file.seek(0, io.SEEK_END)
-            refuse(larger, damaged("members that are larger than the file"))
+            if any(member.compress_type for member in members):
+                raise InputError(damaged("compressed members, which torch.save never writes"))
+            if any(len(member.filename) > _LONGEST_NAME for member in members):
+                raise InputError(damaged("names of members that are too long"))
+            if sum(member.file_size for member in members) > file.seek(0, io.SEEK_END):
+                raise InputError(damaged("members that are larger than the file"))
             wrong = archive.testzip()
             for member in members:
                 if member.filename.lower().endswith("data.pkl"):
-                    refuse(member.file_size > _LARGEST_PICKLE, damaged("a pickle that is too large"))
+                    if member.file_size > _LARGEST_PICKLE:
+                        raise InputError(damaged("a pickle that is too large"))
                     _check_pickle(_content(file, member), sizes)
     except InputError:
         raise
@@ -67,7 +68,9 @@ def _content(file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
 
 def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
     """Follow a pickle without building anything."""
-    stack, marks, memo = list[tuple[int, Any]](), list[int](), dict[Any, tuple[int, Any]]()
+    stack = list[tuple[int, Any]]()
+    marks = list[int]()
+    memo = dict[Any, tuple[int, Any]]()
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
             name = opcode.name
@@ -97,17 +100,23 @@ def _step(opcode: Any, argument: Any, stack: list[Any], marks: list[int], sizes:
     taken = stack[first:]
     del stack[first:]
     if opcode.name == "BINPERSID":  # torch trusts the pickle's size of a storage, and would read beyond
-        _, kind, key, _, elements = taken[0][1]
-        width = next((n for word, n in _WIDTHS.items() if word in str(kind)), 1)
-        wrong = not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]
-        refuse(wrong, damaged("a storage that is larger than what is stored of it"))
+        _check_storage(taken[0][1], sizes)
     changed = opcode.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
     inner = max((depth for depth, _ in taken[changed:]), default=0)
     depth = max(taken[0][0], inner + 1) if changed else inner + 1 if taken else 0
-    refuse(depth > _DEEPEST, damaged("containers that are nested too deeply"))
+    if depth > _DEEPEST:
+        raise InputError(damaged("containers that are nested too deeply"))
     value = tuple(value for _, value in taken) if opcode.name.startswith("TUPLE") else argument
     for _ in opcode.stack_after:
         stack.append((depth, value))
+
+
+def _check_storage(storage: Any, sizes: dict[str, int]) -> None:
+    """Refuse a storage that is larger than its member."""
+    _, kind, key, _, elements = storage
+    width = next((n for word, n in _WIDTHS.items() if word in str(kind)), 1)
+    if not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]:
+        raise InputError(damaged("a storage that is larger than what is stored of it"))
 
 
 def code_in(file: BinaryIO) -> str | None:
@@ -119,13 +128,14 @@ def code_in(file: BinaryIO) -> str | None:
             with zipfile.ZipFile(file) as archive:
                 member = next(m for m in archive.infolist() if m.filename.lower().endswith("data.pkl"))
                 data = _content(file, member)
-        stream, strings = io.BytesIO(data), list[str]()
+        stream = io.BytesIO(data)
+        strings = list[str]()
         while True:
             for opcode, argument, _ in pickletools.genops(stream):
                 if isinstance(argument, str):
                     strings.append(argument)  # STACK_GLOBAL follows those of module and name
-                found = strings[-2:] if opcode.name == "STACK_GLOBAL" else str(argument).split(" ")
-                name = ".".join(found) if opcode.name in ("GLOBAL", "STACK_GLOBAL") else "torch."
+                words = strings[-2:] if opcode.name == "STACK_GLOBAL" else str(argument).split(" ")
+                name = ".".join(words) if opcode.name in ("GLOBAL", "STACK_GLOBAL") else "torch."
                 if not name.startswith(("torch.", "collections.OrderedDict")):
                     return " ".join(name.split())[:120]
     except Exception:  # end of the pickles, or no pickle at all

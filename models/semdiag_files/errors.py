@@ -2,17 +2,10 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
 
 
 class InputError(ValueError):
     """Raised if a request cannot be done: what, why, what would work. Commands show it and exit with code 2."""
-
-
-def refuse(wrong: Any, why: str) -> None:
-    """Refuse a request for a reason, if it is wrong."""
-    if wrong:
-        raise InputError(why)
 
 
 def unknown_name(kind: str, name: str, registered: Iterable[str]) -> InputError:

@@ -37,7 +37,8 @@ class LocalWorkers:
         self.capacity = most if jobs is None else min(jobs, most)  # largest number of pending orders
         if jobs is not None and most < jobs:
             warnings.warn(f"{most} of {jobs:,} processes are used: {why}.", stacklevel=2)
-        self._carry_out, self._begun = carry_out, False
+        self._carry_out = carry_out
+        self._begun = False
 
     def _executor(self) -> Any:
         """Return the pool, or a new one if a killed process broke it."""

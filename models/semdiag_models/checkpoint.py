@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag_files import InputError, layers, open_file, refuse, require_memory, write_bytes
+from semdiag_files import InputError, layers, open_file, require_memory, write_bytes
 from semdiag_files.archive import check_archive, code_in, damaged, holding_code
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.model import Encoder
@@ -26,8 +26,9 @@ def check_plain(content: Any) -> None:
     for t in (t for layer in layers(content) for t in layer if isinstance(t, Tensor)):
         sparse = t.layout != torch.strided
         kinds = ("nested", t.is_nested), ("meta", t.is_meta), ("sparse", sparse), ("quantised", t.is_quantized)
-        for kind, found in kinds:
-            refuse(found, f"holds a {kind} tensor; only plain ones are read: tensor.to_dense().")
+        for kind, present in kinds:
+            if present:
+                raise InputError(f"holds a {kind} tensor; only plain ones are read: tensor.to_dense().")
 
 
 @dataclass
@@ -72,17 +73,18 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     }
     if checkpoint.optimizer_state:
         content["optimizer_state"] = {name: plain(values) for name, values in checkpoint.optimizer_state.items()}
-    whole = io.BytesIO()  # on a full disk, torch's writer names neither file nor reason
-    torch.save(content, whole)
-    with whole.getbuffer() as content_bytes:  # else Python 3.13 warns if writing fails
+    buffer = io.BytesIO()  # on a full disk, torch's writer names neither file nor reason
+    torch.save(content, buffer)
+    with buffer.getbuffer() as content_bytes:  # else Python 3.13 warns if writing fails
         write_bytes(path, content_bytes)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint written by :func:`write_checkpoint`, trusting nothing in it."""
     content, *_ = _read(path)
-    way = "Make one with: semdiag train even-pairs --attention topk --k 5."
-    refuse(not is_checkpoint(content), f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). {way}")
+    if not is_checkpoint(content):
+        way = "Make one with: semdiag train even-pairs --attention topk --k 5."
+        raise InputError(f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). {way}")
     return checkpoint_of(path, content)
 
 
@@ -116,15 +118,15 @@ def _read(path: Path) -> tuple[Any, str, str | None]:
         except InputError as error:
             raise InputError(f"{path} {error}") from None
         except pickle.UnpicklingError as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
-            code = found[1].rstrip(".") if found else code_in(file)
+            match = re.search(r"GLOBAL (\S+)", str(error))
+            code = match[1].rstrip(".") if match else code_in(file)
             why = holding_code(code) if code else "is not a checkpoint: no readable tensors in it."
             raise InputError(f"{path} {why}") from None
         except Exception as error:  # on damaged files torch raises anything
             why = str(error).split("\n", 1)[0][:120] or type(error).__name__
             raise InputError(f"{path} {damaged(why)}") from None
-    bad = wrong is not None and is_checkpoint(content)
-    refuse(bad, f"{path} is damaged: the checksum of {str(wrong)[:80]!r} is wrong. Restore it from a copy.")
+    if wrong is not None and is_checkpoint(content):
+        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
     return content, digest, wrong
 
 
@@ -148,18 +150,21 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
     """Refuse parameters that do not fit the model."""
     expected = model.state_dict()
     for name in [*expected, *state]:
-        kind = "lacks" if name in expected else "has the unexpected"
-        odd = name not in expected or name not in state
-        refuse(odd, f"{path} {kind} parameter {name!r}: it does not fit its configuration.")
+        if name not in expected or name not in state:
+            kind = "lacks" if name in expected else "has the unexpected"
+            raise InputError(f"{path} {kind} parameter {name!r}: it does not fit its configuration.")
     for name, t in state.items():
-        shape, wanted = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__, tuple(expected[name].shape)
+        shape = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+        right_shape = tuple(expected[name].shape)
         where = f"{path}: parameter {name!r}"
-        refuse(shape != wanted, f"{where} has shape {shape}; its configuration says {wanted}.")
+        if shape != right_shape:
+            raise InputError(f"{where} has shape {shape}; its configuration says {right_shape}.")
         # a tensor of the right shape may lack memory: on the meta device, or expanded from one number
         plain = (
             t.layout == torch.strided and t.device.type == "cpu" and t.is_floating_point() and t.is_contiguous()
         )
-        refuse(not plain, f"{where} is not a plain tensor of floating-point numbers.")
+        if not plain:
+            raise InputError(f"{where} is not a plain tensor of floating-point numbers.")
 
 
 def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
@@ -172,8 +177,8 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
         training = TrainingConfig.from_dict(content["config"]["training"])
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    few = model.blocks > len(state)  # checked before so many blocks are made
-    refuse(few, f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
+    if model.blocks > len(state):  # checked before so many blocks are made
+        raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
     with torch.device("meta"):
         skeleton = Encoder(model)
     entries = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
@@ -187,7 +192,8 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
 
 def _check_entries(path: Path, content: dict[str, Any]) -> None:
     def check(right: bool, what: str) -> None:
-        refuse(not right, f"{path} is damaged: its {what}.")
+        if not right:
+            raise InputError(f"{path} is damaged: its {what}.")
 
     names = ("config", "model_state", "history", "rng", "provenance", "optimizer_state")
     for key, kind in (dict.fromkeys(names, dict) | {"epoch": int}).items():

@@ -3,21 +3,20 @@
 import hashlib
 import math
 import re
-import reprlib
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from pathlib import PurePath
-from typing import Any, Self
+from typing import Any
 
-from semdiag_files import InputError, refuse, unknown_name
+from semdiag_files import InputError, unknown_name
+from semdiag_files.records import Record, limited, option
 from semdiag_models.kinds import ATTENTIONS, LOCAL
 
 # Largest size of any part of a model: a checkpoint's numbers are used before the model is built.
 LARGEST_SIZE = 100_000
-_SIZE, _COUNT = f"[1, {LARGEST_SIZE}]", "[1, 1000000000]"
+_SIZE = f"[1, {LARGEST_SIZE}]"
+_COUNT = "[1, 1000000000]"
 _SEED = "[0, 9223372036854775808)"
-_LARGEST_FLOAT32 = 2.0**128 * (1 - 2.0**-24)  # weights, gradients and scores are float32
 _LARGEST_RATE = 1e35  # Adam's corrections multiply it by up to 10, still in float32
 _LARGEST_DATA = 10**9  # largest number of tokens in a run's samples, 8 GB
 
@@ -35,71 +34,9 @@ _IN_THE_LABEL = {
 }  # fmt: skip
 
 
-def option(panel: str, default: Any, words: str, within: str = "", known: Iterable[str] = (), **more: str) -> Any:
-    """Return a field of a record that is an option of ``semdiag train``, with its meaning and legal values."""
-    more |= {"help": words, "panel": panel, "within": within}
-    return field(default=default, metadata={"known": known, **more})
-
-
-_model, _data, _steps = (partial(option, panel) for panel in ("Model", "Data", "Optimisation"))  # headings of help
-
-
-def limited(within: str, **default: Any) -> Any:
-    """Return a field that is no option, with the interval of its values."""
-    return field(metadata={"within": within}, **default)
-
-
-class Record:
-    """A frozen dataclass of plain values and other records."""
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build the record from plain values."""
-        declared = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
-        for key, value in values.items():
-            if key not in declared:
-                raise unknown_name(f"{cls.__name__} field", str(key), declared)
-            if key in _NESTED and isinstance(value, Mapping):
-                values = {**values, key: _NESTED[key].from_dict(value)}
-            check_type(declared[key], values[key])
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise InputError(f"{cls.__name__} is incomplete: {error}.") from None
-
-    def __post_init__(self) -> None:
-        for f in fields(self):  # type: ignore[arg-type]  # as above
-            value, within, known = getattr(self, f.name), f.metadata.get("within"), f.metadata.get("known", ())
-            for name in (value if isinstance(value, tuple) else (value,)) if known else ():
-                if name not in known:
-                    raise unknown_name(f.name, name, known)
-            if within and value is not None:
-                low, high = map(float, within[1:-1].split(","))  # like ``[0, 1)``
-                at_end = (value == low and within[0] == "[") or (value == high and within[-1] == "]")
-                why = f"{f.name} must lie in {within}. Got {f.name}={reprlib.repr(value)}."
-                refuse(not low < value < high and not at_end, why)
-            wide = isinstance(value, float) and _LARGEST_FLOAT32 < abs(value) < math.inf
-            refuse(wide, f"{f.name} must fit float32, up to {_LARGEST_FLOAT32:.2g}. Got {f.name}={value}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain values, tuples as lists."""
-        values = asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
-        return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-
-
-def check_type(f: Field[Any], value: object) -> None:
-    """Refuse a plain value that does not fit a field."""
-    wanted = f.type.__name__ if isinstance(f.type, type) else str(f.type)
-    wanted = re.sub(r"semdiag_models\.\w+\.", "", wanted)  # the name of a record without its module
-    plain = {"int": int, "float": (int, float), "str": str, "None": type(None)}
-    if "tuple" in wanted:
-        kind = str if "str" in wanted else int
-        fits = isinstance(value, list | tuple) and all(type(item) is kind for item in value)
-    elif isinstance(value, bool | Record):
-        fits = type(value).__name__ in wanted
-    else:
-        fits = any(name in wanted and isinstance(value, kind) for name, kind in plain.items())  # type: ignore[arg-type]
-    refuse(not fits, f"{f.name} must be {wanted}. Got {' '.join(reprlib.repr(value).split())}.")
+_model = partial(option, "Model")  # the headings of help
+_data = partial(option, "Data")
+_steps = partial(option, "Optimisation")
 
 
 @dataclass(frozen=True)
@@ -133,7 +70,7 @@ class ModelConfig(Record):
     mlp_width: int = _model(64, "Width of the hidden layer of the MLPs.", _SIZE, shown="recipe")
     heads: int = _model(1, "Attention heads per block.", _SIZE)
     head_width: int = _model(64, "Width of each head; in the paper the model's width.", _SIZE, shown="recipe")
-    activation: str = _model("relu", "Activation of the MLPs: relu, gelu or mish.", known=ACTIVATIONS)
+    activation: str = _model("relu", "Activation of the MLPs: relu, gelu or mish.", choices=ACTIVATIONS)
     dropout: float = _model(0.01, "Dropout probability.", "[0, 1)")
     inverse_temperature: float = _model(1.0, "Factor on the attention scores.", "(-inf, inf)")
     first_norm_eps: float = limited("[0, inf)", default=1e-5)  # of the first norm; the paper's code has 0
@@ -141,46 +78,59 @@ class ModelConfig(Record):
     global_tokens: int = _model(
         0, "For banded and block: learnt tokens that see all and are seen by all.", f"[0, {LARGEST_SIZE}]"
     )
-    norm: str = _model("pre", "Normalise pre (as in the paper's code) or post (as in its equations).", known=NORMS)
-    pooling: str = _model("mean", "Classify the mean of the tokens, or cls, a learnt first token.", known=POOLINGS)
+    norm: str = _model(
+        "pre", "Normalise pre (as in the paper's code) or post (as in its equations).", choices=NORMS
+    )
+    pooling: str = _model(
+        "mean", "Classify the mean of the tokens, or cls, a learnt first token.", choices=POOLINGS
+    )
     cls_as_key: bool = True  # False as in the paper's code under masks: CLS sees all, but no other token sees CLS
     selection_seed: int = limited(_SEED, default=0)  # random seed for random keys, hash functions, first centroids
     hash_rounds: int = _model(1, "For lsh: how many buckets a query is in, each by different hashes.", "[1, 100]")
     hash_bits: int | None = _model(None, "For lsh: sign bits of a hash. Default: by length and k.", "[1, 30]")
-    hashes: str = _model("shared", "For lsh: shared (by angles) or asymmetric (by scores).", known=HASHES)
+    hashes: str = _model("shared", "For lsh: shared (by angles) or asymmetric (by scores).", choices=HASHES)
     clusters: int | None = _model(None, "For routing: number of clusters. Default: one for every k tokens.", _SIZE)
     centroid_decay: float = _model(0.999, "For routing: share of its place a centroid keeps in a step.", "[0, 1]")
     score_gradient: str = _model(
-        "exact", "For topk: exact, or straight-through (learn as if all keys were kept).", known=SCORE_GRADIENTS
+        "exact", "For topk: exact, or straight-through (learn as if all keys were kept).", choices=SCORE_GRADIENTS
     )
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             raise unknown_name("attention", self.attention, ATTENTIONS)
         super().__post_init__()
-        refuse(self.width % 2 > 0, f"width must be even (sine and cosine positions). Got width={self.width}.")
-        # gaps between drops must fit 64 bits
-        refuse(0 < self.dropout < 1e-9, f"dropout must be 0 or at least 1e-9. Got dropout={self.dropout}.")
-        for f in fields(self):  # options of kinds of attention
-            kinds = [name for name, kind in ATTENTIONS.items() if f.name in kind.options]
-            if kinds and self.attention not in kinds and (value := getattr(self, f.name)) != f.default:
-                takers = " and ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
-                why = f"takes no {f.name}; {takers} {'do' if kinds[1:] else 'does'}. Got {f.name}={value}."
-                raise InputError(f"{self.attention} attention {why}")
-        k, needs = self.k, "k" in ATTENTIONS[self.attention].options
-        refuse(needs and not k, f"{self.attention} attention needs k, the number of keys kept per query.")
-        refuse((k or 0) > self.length, f"k must be at most the sequence length. Got {k=}, length={self.length}.")
-        apart = not self.cls_as_key and (self.pooling != "cls" or self.global_tokens > 0)
-        refuse(apart, "cls_as_key=False goes with CLS pooling and without global tokens.")
+        if self.width % 2 > 0:
+            raise InputError(f"width must be even (sine and cosine positions). Got width={self.width}.")
+        if 0 < self.dropout < 1e-9:  # gaps between drops must fit 64 bits
+            raise InputError(f"dropout must be 0 or at least 1e-9. Got dropout={self.dropout}.")
+        self._check_options()
+        if "k" in ATTENTIONS[self.attention].options and not self.k:
+            raise InputError(f"{self.attention} attention needs k, the number of keys kept per query.")
+        if self.k and self.k > self.length:
+            raise InputError(f"k must be at most the sequence length. Got k={self.k}, length={self.length}.")
+        if not self.cls_as_key and (self.pooling != "cls" or self.global_tokens > 0):
+            raise InputError("cls_as_key=False goes with CLS pooling and without global tokens.")
         for name, number in self._usual_numbers().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, number)
 
+    def _check_options(self) -> None:
+        """Refuse an option of other kinds of attention."""
+        for f in fields(self):
+            kinds = [name for name, kind in ATTENTIONS.items() if f.name in kind.options]
+            value = getattr(self, f.name)
+            if kinds and self.attention not in kinds and value != f.default:
+                takers = kinds[0] if len(kinds) == 1 else f"{', '.join(kinds[:-1])} and {kinds[-1]}"
+                verb = "does" if len(kinds) == 1 else "do"
+                why = f"takes no {f.name}; {takers} {verb}. Got {f.name}={value}."
+                raise InputError(f"{self.attention} attention {why}")
+
     def _usual_numbers(self) -> dict[str, int]:
         """Return the default number of hash bits or clusters, by the windows of k in the longest input."""
         windows = -(-self.length // (self.k or 1))
-        usual = {"lsh": {"hash_bits": 1 + (windows - 1).bit_length()}, "routing": {"clusters": windows}}
-        return usual.get(self.attention, {})
+        if self.attention == "lsh":
+            return {"hash_bits": 1 + (windows - 1).bit_length()}
+        return {"clusters": windows} if self.attention == "routing" else {}
 
     @property
     def pad_id(self) -> int:
@@ -198,19 +148,17 @@ class ModelConfig(Record):
         return self.cls_tokens + self.global_tokens
 
     @property
-    def _local(self) -> bool:
-        return self.attention in LOCAL
-
-    @property
     def everywhere(self) -> tuple[int, int]:
         """Number of tokens at the start, and at the end, that attend to all valid keys under the mask."""
-        return (self.cls_tokens if self._local or not self.cls_as_key else 0, self.global_tokens)
+        unmasked_cls = self.attention in LOCAL or not self.cls_as_key
+        return (self.cls_tokens if unmasked_cls else 0, self.global_tokens)
 
     @property
     def keys_kept(self) -> int | None:
         """Number of keys that an ordinary query keeps: k, plus CLS and the global tokens in local attention."""
-        of_all = self.global_tokens + self.cls_tokens * self.cls_as_key
-        return None if self.k is None else self.k + of_all * self._local
+        if self.k is None or self.attention not in LOCAL:
+            return self.k
+        return self.k + self.global_tokens + (self.cls_tokens if self.cls_as_key else 0)
 
     @property
     def attention_label(self) -> str:
@@ -219,9 +167,10 @@ class ModelConfig(Record):
         words = [self.attention, *([] if self.k is None else [str(self.k)])]
         for name, word in _IN_THE_LABEL.items():
             value = getattr(self, name)
-            if value != usual[name]:
-                value = "" if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
-                words.append(f"{word}{value}")
+            if value != usual[name] and isinstance(value, bool):
+                words.append(word)
+            elif value != usual[name]:
+                words.append(f"{word}{value:g}" if isinstance(value, float) else f"{word}{value}")
         return "-".join(words)
 
 
@@ -240,9 +189,9 @@ class TextSource(Record):
     @property
     def label(self) -> str:
         """File name and six digits that distinguish texts, tokenizers and vocabularies."""
-        known = f"{self.sha256} {self.holdout_sha256} {self.model}"
+        content = f"{self.sha256} {self.holdout_sha256} {self.model}"
         name = re.sub(r"[^\w.-]+", "-", PurePath(self.file).stem)[:40]
-        return f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:6]}"
+        return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:6]}"
 
 
 @dataclass(frozen=True)
@@ -258,8 +207,10 @@ class ListOpsTrees(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         for low, high in ("shortest", "longest"), ("min_arity", "max_arity"):
-            least, most = getattr(self, low), getattr(self, high)
-            refuse(not 1 <= least <= most, f"listops needs 1 ≤ {low} ≤ {high}. Got {least} and {most}.")
+            least = getattr(self, low)
+            most = getattr(self, high)
+            if not 1 <= least <= most:
+                raise InputError(f"listops needs 1 ≤ {low} ≤ {high}. Got {least} and {most}.")
 
     @property
     def label(self) -> str:
@@ -271,6 +222,8 @@ class ListOpsTrees(Record):
 @dataclass(frozen=True)
 class TrainingConfig(Record):
     """Data and optimisation of one run."""
+
+    nested = {"text": TextSource, "listops": ListOpsTrees}  # noqa: RUF012  # as of every record
 
     task: str
     length: int = _data(
@@ -292,12 +245,12 @@ class TrainingConfig(Record):
     snapshots: tuple[int, ...] = option("Run", (), "Epochs to keep as files, like 1,5,20.", metavar="EPOCH,EPOCH")
     text: TextSource | None = None  # text of the task text, and of no other task
     listops: ListOpsTrees | None = None  # trees of the task listops; None means the paper's
-    optimizer: str = _steps("sgd", "sgd, adam or adamw.", known=OPTIMIZERS)
+    optimizer: str = _steps("sgd", "sgd, adam or adamw.", choices=OPTIMIZERS)
     weight_decay: float | None = _steps(
         None, "Weight decay. Default: 0.01 for adamw, 0 for the others.", "[0, inf)"
     )
     until: float | None = _steps(None, "Stop at this training accuracy, like 0.999, after an epoch.", "(0, 1]")
-    precision: str = field(default="float32", metadata={"known": PRECISIONS})  # of the steps; no longer a choice
+    precision: str = field(default="float32", metadata={"choices": PRECISIONS})  # of the steps; no longer a choice
     compiled: bool = _steps(
         False, "Use torch.compile: for long inputs on CUDA, refused on a CPU.", flags="--compile"
     )
@@ -306,7 +259,7 @@ class TrainingConfig(Record):
         False, "Draw new training samples for every epoch: no loss falls by memorising them."
     )
     frozen: tuple[str, ...] = _steps(
-        (), "What stays as initialised: qk (W_q and W_k, with biases).", known=FROZEN, metavar="PART,PART"
+        (), "What stays as initialised: qk (W_q and W_k, with biases).", choices=FROZEN, metavar="PART,PART"
     )
     least_length: int | None = None  # smallest length of a sample; None means that every sample has the length
     exact: bool = _steps(
@@ -324,28 +277,38 @@ class TrainingConfig(Record):
         for name in ("snapshots", "frozen"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         super().__post_init__()
-        task, text, least = self.task, self.text, self.least_length
-        odd, trees = (task == "text") != (text is not None), self.listops
-        refuse(odd, f"The task text and nothing else has a text. Got {task=}, {text=}.")
-        refuse(trees and task != "listops", f"Only the task listops has trees. Got {task=}, {trees}.")
-        refuse(self.fresh_samples and text is not None, "A text has no fresh samples: leave out --fresh-samples.")
-        if least is not None:
-            refuse(task in ("text", "listops"), f"The task {task} draws no lengths: give it one length.")
-            falls = not 1 <= least < self.length
-            refuse(falls, f"A range of lengths rises, like 5:20. Got {least}:{self.length}.")
-        twice = len(set(self.frozen)) < len(self.frozen)
-        refuse(twice, f"frozen names every part once. Got {', '.join(self.frozen)}.")
+        if (self.task == "text") != (self.text is not None):
+            raise InputError(
+                f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}."
+            )
+        if self.listops is not None and self.task != "listops":
+            raise InputError(f"Only the task listops has trees. Got task={self.task!r}, {self.listops}.")
+        if self.fresh_samples and self.text is not None:
+            raise InputError("A text has no fresh samples: leave out --fresh-samples.")
+        if len(set(self.frozen)) < len(self.frozen):
+            raise InputError(f"frozen names every part once. Got {', '.join(self.frozen)}.")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Refuse lengths, rates, data and snapshots that cannot be."""
+        if self.least_length is not None:
+            if self.task in ("text", "listops"):
+                raise InputError(f"The task {self.task} draws no lengths: give it one length.")
+            if not 1 <= self.least_length < self.length:
+                raise InputError(f"A range of lengths rises, like 5:20. Got {self.least_length}:{self.length}.")
         rise = math.log(self.learning_rate_decay) * (self.epochs - 1)
         rate = math.log(self.learning_rate) + max(rise, 0) + math.log(max(1, self.weight_decay or 0))
-        over = f"The learning rate, at its largest and times the weight decay, must be at most {_LARGEST_RATE:g}"
-        refuse(rate > math.log(_LARGEST_RATE), f"{over}. Got e^{rate:.4g}.")
+        if rate > math.log(_LARGEST_RATE):
+            rule = (
+                f"The learning rate, at its largest and times the weight decay, must be at most {_LARGEST_RATE:g}"
+            )
+            raise InputError(f"{rule}. Got e^{rate:.4g}.")
         data = (self.train_samples + self.holdout_samples) * self.length
-        refuse(data > _LARGEST_DATA, f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
+        if data > _LARGEST_DATA:
+            raise InputError(f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
         late = [epoch for epoch in self.snapshots if not 0 <= epoch <= self.epochs]
-        refuse(late, f"Snapshots must lie in 0 … {self.epochs} (epochs). Got {', '.join(map(str, late))}.")
-
-
-_NESTED: dict[str, type[Record]] = {"text": TextSource, "listops": ListOpsTrees}  # fields that are records
+        if late:
+            raise InputError(f"Snapshots must lie in 0 … {self.epochs} (epochs). Got {', '.join(map(str, late))}.")
 
 
 def options() -> list[Field[Any]]:

@@ -73,7 +73,6 @@ class Steps:
         self._count = len(trainers)
         self._encoder = first.encoder if self._count == 1 else stacked([t.encoder for t in trainers])
         self._parameters: list[Tensor] = list(self._encoder.parameters())
-        self._optimizer = first.optimizer  # of plain SGD, the only one for several, there is none
         self._forward: Any = torch.compile(self._encoder) if self._training.compiled else self._encoder
         splits = [trainer.train_split for trainer in trainers]
         self._tokens = splits[0].tokens if self._count == 1 else torch.cat([split.tokens for split in splits])
@@ -84,19 +83,9 @@ class Steps:
         self._graph: torch.cuda.CUDAGraph | None = None
         clustered = ATTENTIONS[first.config.attention].keeps == "clustered"  # keys are counted on the CPU
         self._captures = self._device.type == "cuda" and not clustered
-        self._frozen = [(p, rows, p.detach()[rows].clone()) for p, rows in self._frozen_rows()]
+        self._frozen = first.frozen_rows(self._encoder)
 
-    def _frozen_rows(self) -> list[tuple[Tensor, Any]]:
-        """Return the parameters that the training freezes, each with the rows of W_q and W_k."""
-        config = self._encoder.config
-        rows = slice(2 * config.heads * config.head_width)
-        pairs: list[tuple[Tensor, Any]] = []
-        for layer in range(config.blocks if "qk" in self._training.frozen else 0):
-            qkv = self._encoder.attention(layer).qkv
-            pairs += [(qkv.weight, (..., rows, slice(None))), (qkv.bias, (..., rows))]
-        return pairs
-
-    def epoch(self, rate: float, after_batch: "Callable[[Trainer], None]") -> list[tuple[float, float]]:
+    def epoch(self, after_batch: "Callable[[Trainer], None]") -> list[tuple[float, float]]:
         """Train an epoch; return the mean loss and the accuracy of each encoder over the epoch's steps."""
         samples = self._training.train_samples
         size = self._training.batch_size
@@ -104,9 +93,8 @@ class Steps:
         orders = [torch.randperm(samples, device=self._device) + i * samples for i in range(self._count)]
         order = orders[0][None] if self._count == 1 else torch.stack(orders)
         self._encoder.train()
-        self._rate.fill_(rate)
-        for group in self._optimizer.param_groups if self._optimizer else ():
-            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        self._rate.fill_(self.trainers[0].learning_rate)
+        self.trainers[0].set_rate()
         if self._captures and self._graph is None and size <= samples:
             self._capture(size)
         self._totals.zero_()
@@ -118,11 +106,15 @@ class Steps:
                 self._step(batch)
             for trainer in self.trainers:
                 after_batch(trainer)
+        self._unstack()
+        losses, hits = self._totals.tolist()  # the only wait for the device in an epoch
+        return [(loss / samples, right / samples) for loss, right in zip(losses, hits, strict=True)]
+
+    def _unstack(self) -> None:
+        """Give each of several models its parameters."""
         for name, parameter in self._encoder.named_parameters() if self._count > 1 else ():
             for trainer, value in zip(self.trainers, parameter.detach(), strict=True):
                 trainer.encoder.get_parameter(name).data.copy_(value)
-        losses, hits = self._totals.tolist()  # the only wait for the device in an epoch
-        return [(loss / samples, right / samples) for loss, right in zip(losses, hits, strict=True)]
 
     def _copy_fresh_samples(self) -> None:
         """Put fresh samples in the place of the last ones, which a graph reads."""
@@ -159,19 +151,14 @@ class Steps:
             factor = (clip / (norms + 1e-6)).clamp(max=1)
             for gradient in gradients:
                 gradient.mul_(factor.view(-1, *[1] * (gradient.ndim - 1)))
-        if self._optimizer is not None:
-            self._optimizer.step()
-        else:
-            if self._training.weight_decay:
-                torch._foreach_add_(gradients, self._parameters, alpha=self._training.weight_decay)
-            torch._foreach_mul_(gradients, self._rate)
-            torch._foreach_add_(self._parameters, gradients, alpha=-1)
+        self.trainers[0].step(self._parameters, self._rate)
         for parameter, rows, value in self._frozen:  # weight decay acts even without a gradient
             parameter[rows] = value
 
     def _capture(self, size: int) -> None:
         """Capture a step as a graph, and leave parameters, optimiser and generators as they were."""
-        memory: Any = {} if self._optimizer is None else self._optimizer.state
+        optimizer = self.trainers[0].optimizer  # of plain SGD, the only one for several, there is none
+        memory: Any = {} if optimizer is None else optimizer.state
         self._batch = torch.arange(size, device=self._device).expand(self._count, -1).contiguous()
         values = [parameter.detach().clone() for parameter in self._parameters]
         states = {p: {name: t.clone() for name, t in state.items()} for p, state in memory.items()}

@@ -220,7 +220,8 @@ class _Selected(torch.autograd.Function):
         key_sums = _key_sums(index, ctx.length)
         d_weights, dropped = (t if factors is None else t * factors for t in (_row_dots(grad, v, index), weights))
         d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype).mul_(ctx.scale)
-        d_k, d_v = key_sums(d_scores, q), key_sums(dropped, grad)
+        d_k = key_sums(d_scores, q)
+        d_v = key_sums(dropped, grad)
         return _gather_sum(d_scores, k, index), d_k, d_v, None, None, None, None, None
 
 

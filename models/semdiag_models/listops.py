@@ -31,7 +31,8 @@ class TreeWriter:
     """Draws trees of given lengths, depth by depth; nodes are digits with probability 3/4, and at the end."""
 
     def __init__(self, law: ListOpsTrees, rng: np.random.Generator) -> None:
-        self.law, self.rng = law, rng
+        self.law = law
+        self.rng = rng
         # P(length = l) of a tree whose root has depth d, (max_depth + 1, longest + 1); row 0 unused
         laws = self.length_laws = np.zeros((law.max_depth + 1, law.longest + 1))
         laws[law.max_depth, 1] = 1
@@ -57,23 +58,29 @@ class TreeWriter:
         self, tokens: Integers, depth: int, row: Integers, start: Integers, length: Integers
     ) -> Integers:
         """Write the nodes of one depth with everything below them; return their values."""
-        values, leaf = np.empty(row.size, dtype=np.int64), length == 1
+        values = np.empty(row.size, dtype=np.int64)
+        leaf = length == 1
         values[leaf] = self.rng.integers(10, size=np.count_nonzero(leaf))
         tokens[row[leaf], start[leaf]] = values[leaf]
-        row, start, length = row[~leaf], start[~leaf], length[~leaf]
+        row = row[~leaf]
+        start = start[~leaf]
+        length = length[~leaf]
         if row.size == 0:
             return values
         operator = self.rng.integers(len(OPENERS), size=row.size)
         tokens[row, start] = FIRST_OPENER + operator
         tokens[row, start + length - 1] = CLOSER
         sizes = self._draw_argument_lengths(depth, length)
-        starts, present = start[:, None] + 1 + sizes.cumsum(1) - sizes, sizes > 0
+        starts = start[:, None] + 1 + sizes.cumsum(1) - sizes
+        present = sizes > 0
         rows = np.broadcast_to(row[:, None], sizes.shape)
         table = np.full(sizes.shape, 10)  # above every digit: absent arguments sort last
         table[present] = self._write_nodes(tokens, depth + 1, rows[present], starts[present], sizes[present])
         table.sort(axis=1)
-        everyone, count = np.arange(len(table)), present.sum(1)
-        low, high = table[everyone, (count - 1) // 2], table[everyone, count // 2]
+        everyone = np.arange(len(table))
+        count = present.sum(1)
+        low = table[everyone, (count - 1) // 2]
+        high = table[everyone, count // 2]
         total = np.where(table < 10, table, 0).sum(1)
         results = table[:, 0], table[everyone, count - 1], (low + high) // 2, total % 10  # MIN, MAX, MED, SM
         values[~leaf] = np.choose(operator, results)
@@ -81,7 +88,9 @@ class TreeWriter:
 
     def _draw_argument_lengths(self, depth: int, length: Integers) -> Integers:
         """Return lengths of the arguments of operators at one depth, (operators, max_arity), zeros in front."""
-        law, first, rest = self.law, self.length_laws[depth + 1], length - 2
+        law = self.law
+        first = self.length_laws[depth + 1]
+        rest = length - 2
         powers = self._powers(first)
         weights = np.zeros((law.longest + 1, law.max_arity + 1))
         weights[:, law.min_arity :] = powers[law.min_arity :].T
@@ -93,9 +102,9 @@ class TreeWriter:
             # Every operator with j or more arguments draws the length of its j-th argument from the end.
             weights = np.where(after >= 0, first * powers[j - 1][np.maximum(after, 0)], 0.0)
             drawing = arity >= j
-            drawn = self._draw(weights, rest[drawing])
-            sizes[drawing, law.max_arity - j] = drawn
-            rest[drawing] -= drawn
+            lengths = self._draw(weights, rest[drawing])
+            sizes[drawing, law.max_arity - j] = lengths
+            rest[drawing] -= lengths
         sizes[:, -1] = rest
         return sizes
 

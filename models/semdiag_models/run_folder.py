@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from semdiag_files import InputError, RunLock, read_bytes, refuse, write_csv
+from semdiag_files import InputError, RunLock, read_bytes, write_csv
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.kinds import DRAWN
@@ -41,10 +41,11 @@ def open_run(
     last = folder / "last.pt"
     with ExitStack() as undo:
         lock = _lock(folder, undo) if folder.is_dir() else None
-        ways = "Add --resume to continue it, --overwrite to start anew, or name another folder with --out."
-        refuse(last.exists() and not (resume or overwrite), f"{folder} already holds a run. {ways}")
-        slower = training.compiled and device.type == "cpu" and not resume
-        refuse(slower, "A compiled step is slower on a CPU. Leave out --compile.")
+        if last.exists() and not (resume or overwrite):
+            ways = "Add --resume to continue it, --overwrite to start anew, or name another folder with --out."
+            raise InputError(f"{folder} already holds a run. {ways}")
+        if training.compiled and device.type == "cpu" and not resume:
+            raise InputError("A compiled step is slower on a CPU. Leave out --compile.")
         saved = _saved(last, model, training) if resume else None
         trainer = Trainer(model, training, device)
         try:
@@ -62,23 +63,25 @@ def open_run(
 
 
 def _lock(folder: Path, undo: ExitStack) -> RunLock:
-    denied = not os.access(folder, os.W_OK)
-    refuse(denied, f"{folder} cannot be written to: permission denied. Choose another folder with --out.")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{folder} cannot be written to: permission denied. Choose another folder with --out.")
     lock = RunLock(folder)
     undo.callback(lock.release)
     return lock
 
 
 def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoint:
-    refuse(not last.exists(), f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
+    if not last.exists():
+        raise InputError(f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
     saved = read_checkpoint(last)
     free = {name: getattr(training, name) for name in ("epochs", "until", "snapshots", "compiled", "exact")}
     pairs = zip(_values(saved.model, replace(saved.training, **free)), _values(model, training), strict=False)
     for (name, before), (_, now) in pairs:
-        why = f"{last} was trained with {name}={before}, not {now}. Use the run's own options to resume."
-        refuse(before != now, why)
-    past = f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}."
-    refuse(saved.epoch > training.epochs, past)
+        if before != now:
+            why = f"was trained with {name}={before}, not {now}. Use the run's own options to resume."
+            raise InputError(f"{last} {why}")
+    if saved.epoch > training.epochs:
+        raise InputError(f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}.")
     return saved
 
 
@@ -132,18 +135,19 @@ def open_seed_runs(
     resume: bool, overwrite: bool,
 ) -> dict[Trainer, Path]:  # fmt: skip
     """Return a trainer and its folder for every seed, or nothing."""
-    twice = len(set(seeds)) != len(seeds) or not seeds
-    refuse(twice, f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
-    drawn = model.attention in DRAWN  # every seed keeps different keys
-    models = [replace(model, selection_seed=seed) if drawn else model for seed in seeds]
-    runs = [(own, replace(training, seed=seed)) for own, seed in zip(models, seeds, strict=True)]
+    if len(set(seeds)) != len(seeds) or not seeds:
+        raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
+    runs = []
+    for seed in seeds:  # with keys that are drawn, every seed keeps different ones
+        seed_model = replace(model, selection_seed=seed) if model.attention in DRAWN else model
+        runs.append((seed_model, replace(training, seed=seed)))
     folders = [parent / run_name(*run) for run in runs]
-    there = [(folder / "last.pt").exists() for folder in folders]
+    begun = [(folder / "last.pt").exists() for folder in folders]
     opened: dict[Trainer, Path] = {}
     with ExitStack() as undo:
-        for folder, run, exists in zip(folders, runs, there, strict=True):
-            go_on = resume and (exists or not any(there))
-            trainer = open_run(folder, *run, device, resume=go_on, overwrite=overwrite)
+        for folder, run, exists in zip(folders, runs, begun, strict=True):
+            resumed = resume and (exists or not any(begun))
+            trainer = open_run(folder, *run, device, resume=resumed, overwrite=overwrite)
             undo.callback(trainer.release)
             opened[trainer] = folder
         undo.pop_all()

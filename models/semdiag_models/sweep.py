@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import chain, islice, product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from semdiag_files import InputError, counted, read_bytes, read_toml, refuse, unknown_name
+from semdiag_files import InputError, counted, read_bytes, read_toml, unknown_name
+from semdiag_files.records import Record, check_type
 from semdiag_files.workers import TICK, Workers
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint
-from semdiag_models.config import ListOpsTrees, ModelConfig, Record, TrainingConfig, check_type
+from semdiag_models.config import ListOpsTrees, ModelConfig, TrainingConfig
 from semdiag_models.run_folder import open_run, run_name, train_seed_runs
 from semdiag_models.tasks import Task, configure, find_task, listops_task, task_of
 from semdiag_models.text import Text, open_text
@@ -58,16 +59,20 @@ class SweepRun:
 
 def read_sweep(path: Path) -> list[SweepRun]:
     """Read a sweep's file, and check every run in it before any starts."""
-    problems, runs, texts = dict[str, None](), dict[str, SweepRun](), lru_cache(partial(_open_text, path.parent))
+    problems = dict[str, None]()
+    runs = dict[str, SweepRun]()
+    texts = lru_cache(partial(_open_text, path.parent))
     for settings in read_settings(path):
         try:
             run = _build(settings, texts)
-            two = "one run cannot have two numbers of epochs, until or snapshots: the longer contains the shorter."
-            refuse(runs.setdefault(run.name, run) != run, f"{run.name}: {two}")
+            if runs.setdefault(run.name, run) != run:
+                why = "one run cannot have two numbers of epochs, until or snapshots"
+                raise InputError(f"{run.name}: {why}: the longer contains the shorter.")
         except InputError as error:
             problems[str(error)] = None
-    told = " ".join([*problems][:_MOST_PROBLEMS])
-    refuse(bool(problems), f"{path} has {counted(len(problems), 'problem')}; nothing was run. {told}")
+    if problems:
+        first = " ".join([*problems][:_MOST_PROBLEMS])
+        raise InputError(f"{path} has {counted(len(problems), 'problem')}; nothing was run. {first}")
     return list(runs.values())
 
 
@@ -76,29 +81,35 @@ def read_settings(path: Path) -> list[dict[str, Any]]:
     content = read_toml(path)
     grid = content.pop("grid", {})
     tables = grid if isinstance(grid, list) else [grid]
-    whole = all(isinstance(table, dict) for table in tables)
-    refuse(not whole, f"{path}: grid must be a table, [grid] or [[grid]]. Got {grid!r}.")
+    if not all(isinstance(table, dict) for table in tables):
+        raise InputError(f"{path}: grid must be a table, [grid] or [[grid]]. Got {grid!r}.")
     pairs = (pair for table in tables for pair in product(_combinations(content), _combinations(table)))
-    found = [{**common, **settings} for common, settings in islice(pairs, MOST_RUNS + 1)]
-    refuse(len(found) > MOST_RUNS, f"{path} asks for more than {MOST_RUNS:,} runs. Use shorter lists.")
-    refuse(not found, f"{path} asks for no run: a list in it is empty.")
-    return found
+    runs = [{**common, **settings} for common, settings in islice(pairs, MOST_RUNS + 1)]
+    if len(runs) > MOST_RUNS:
+        raise InputError(f"{path} asks for more than {MOST_RUNS:,} runs. Use shorter lists.")
+    if not runs:
+        raise InputError(f"{path} asks for no run: a list in it is empty.")
+    return runs
 
 
 def _combinations(table: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the combinations of a table's lists; a table in a list stands for several keys at once."""
-    axes = []
-    for key, value in table.items():
-        several = isinstance(value, list) and (key not in _LISTS or any(isinstance(v, list) for v in value))
-        parts = (_combinations(v) if isinstance(v, dict) else [{key: v}] for v in (value if several else [value]))
-        axes.append(list(islice(chain.from_iterable(parts), MOST_RUNS + 1)))
-    found = []
+    axes = [list(islice(_choices(key, value), MOST_RUNS + 1)) for key, value in table.items()]
+    combinations = []
     for combination in islice(product(*axes), MOST_RUNS + 1):
         keys = Counter(key for part in combination for key in part)
         twice = next((key for key, count in keys.items() if count > 1), None)
-        refuse(twice is not None, f"{twice} is set twice in one table of the grid.")
-        found.append({key: value for part in combination for key, value in part.items()})
-    return found
+        if twice is not None:
+            raise InputError(f"{twice} is set twice in one table of the grid.")
+        combinations.append({key: value for part in combination for key, value in part.items()})
+    return combinations
+
+
+def _choices(key: str, value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the settings that a key's value stands for: of a list those of its entries, of a table its own."""
+    several = isinstance(value, list) and (key not in _LISTS or any(isinstance(v, list) for v in value))
+    for entry in value if several else [value]:
+        yield from _combinations(entry) if isinstance(entry, dict) else [{key: entry}]
 
 
 def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text]) -> SweepRun:
@@ -106,16 +117,15 @@ def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text
         if key not in _FIELDS:
             raise unknown_name("key", key, _FIELDS)
         check_type(_FIELDS[key], value)
-    refuse("task" not in values, 'A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
+    if "task" not in values:
+        raise InputError('A run has no task. Add one at the top or in [grid], like task = "even-pairs".')
     name = values.pop("task")
-    text, trees = (
-        {f.name: values.pop(f.name) for f in fields(record) if f.name in values}
-        for record in (_TextFile, ListOpsTrees)
-    )
+    text = _pop_fields(values, _TextFile)
+    trees = _pop_fields(values, ListOpsTrees)
     task = texts(values.get("length"), _TextFile(**text)) if name == Text.name else find_task(name)
     for extra, home in ((text, Text.name), (trees, "listops")):
-        odd = bool(extra) and task.name != home
-        refuse(odd, f"{next(iter(extra), '')} belongs to the task {home}. Got task {name!r}.")
+        if extra and task.name != home:
+            raise InputError(f"{next(iter(extra))} belongs to the task {home}. Got task {name!r}.")
     law = ListOpsTrees(**trees) if trees else None
     if law is not None:
         task = listops_task(law)
@@ -128,8 +138,14 @@ def _build(values: dict[str, Any], texts: Callable[[int | None, _TextFile], Text
     return SweepRun(name_run(model, training), model, training)
 
 
+def _pop_fields(values: dict[str, Any], record: Any) -> dict[str, Any]:
+    """Take a record's fields out of values."""
+    return {f.name: values.pop(f.name) for f in fields(record) if f.name in values}
+
+
 def _open_text(folder: Path, window: int | None, source: _TextFile) -> Text:
-    refuse(not source.text, 'The task text needs a file: text = "FILE", beside the sweep\'s own file.')
+    if not source.text:
+        raise InputError('The task text needs a file: text = "FILE", beside the sweep\'s own file.')
     holdout = None if source.holdout_text is None else folder / source.holdout_text
     return Text(open_text(folder / source.text, holdout, source.tokenizer, source.vocabulary), window)
 
@@ -163,12 +179,16 @@ def name_run(model: ModelConfig, training: TrainingConfig) -> str:
     """Return a folder's name: task, attention, seed, differences from the recipe, and the hash."""
     chosen = {"attention": model.attention, "k": model.k, "optimizer": training.optimizer}
     usual = configure(task_of(training), chosen, training.listops)
-    readable, words = run_name(model, training), list[str]()
+    readable = run_name(model, training)
+    words = list[str]()
     plain = vars(usual[0]) | vars(usual[1]) | {"optimizer": TrainingConfig.optimizer}
     for name, value in [*vars(model).items(), *vars(training).items()]:
         if name not in _IN_THE_NAME and value != plain[name]:
-            said = "-".join(value) if isinstance(value, tuple) else value
-            word = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
+            word = f"{name}-{'-'.join(value) if isinstance(value, tuple) else value}"
+            if isinstance(value, str):
+                word = value
+            elif value is True:
+                word = name
             words.append(re.sub(r"[^\w.-]+", "-", word).replace("_", "-"))
     if training.length != usual[1].length and training.listops is None:
         words.append(f"length-{training.length}")
@@ -214,13 +234,16 @@ def train_order(order: Order) -> list[Outcome]:
     """Train runs to their ends from their current state, on one CPU thread, in a process of its own."""
     torch.set_num_threads(1)
     outcomes = {run.name: Outcome("done") for run in order.runs}
-    left, device, opened = list(order.runs), find_device(order.device), dict[Trainer, Path]()
+    left = list(order.runs)
+    device = find_device(order.device)
+    opened = dict[Trainer, Path]()
     try:
         status = {run: inspect(order.folder / run.name, run)[0] for run in left}
         left = [run for run in left if status[run] != "done"]
         with ExitStack() as undo:
             for run in left:
-                folder, begun = order.folder / run.name, status[run] == "begun"
+                folder = order.folder / run.name
+                begun = status[run] == "begun"
                 trainer = open_run(folder, run.model, run.training, device, resume=begun, overwrite=not begun)
                 undo.callback(trainer.release)
                 opened[trainer] = folder
@@ -238,7 +261,8 @@ def train_order(order: Order) -> list[Outcome]:
 
 def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
     """Train many runs, several at a time; yield each with its end, and None now and then."""
-    waiting, attempts = deque(orders), Counter[str]()
+    waiting = deque(orders)
+    attempts = Counter[str]()
     running: dict[Any, tuple[Order, list[int]]] = {}
     try:
         while waiting or running:
@@ -248,7 +272,8 @@ def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[t
                 running[workers.submit(order)] = order, before
             for handle in workers.wait(list(running), TICK):
                 order, before = running.pop(handle)
-                outcomes, again = workers.outcomes(handle) or [KILLED] * len(order.runs), list[SweepRun]()
+                outcomes = workers.outcomes(handle) or [KILLED] * len(order.runs)
+                again = list[SweepRun]()
                 for run, outcome, was in zip(order.runs, outcomes, before, strict=True):
                     attempts[run.name] += outcome.retry and epochs_so_far(order.folder / run.name) <= was
                     if outcome.retry and attempts[run.name] <= retries:

@@ -18,10 +18,13 @@ from semdiag_models.listops import SYMBOLS, Integers, Samples, list_operations, 
 from semdiag_models.text import Text
 
 ADAM_RATE = 0.001  # learning rate of Adam; the recipes' rates are for plain SGD
-POP, PUSH_0, PUSH_1 = 2, 3, 4
+POP = 2
+PUSH_0 = 3
+PUSH_1 = 4
 EMPTY = 2  # label of an empty stack
 MODULUS = 5
-EQUATION, BRACKETS = "01234+-()x=", "01234+-*()x"  # symbols of the two tasks, in the order of their ids
+EQUATION = "01234+-()x="
+BRACKETS = "01234+-*()x"  # symbols of the two tasks, in the order of their ids
 _LONGEST_LEAF = 4  # d, -d, (d) and (-d) have one to four characters
 
 
@@ -75,7 +78,9 @@ def modular_arithmetic(n: int, length: int, generator: Generator) -> Samples:
 
 def solve_equation(n: int, length: int, generator: Generator) -> Samples:
     """Draw expressions without products and replace one digit each by x, which is the label."""
-    rng, size, rows = numpy_generator(generator), length - 2, np.arange(n)
+    rng = numpy_generator(generator)
+    size = length - 2
+    rows = np.arange(n)
     expressions, values = draw_expressions(n, size, EQUATION, "+-", rng)
     at = rng.integers(size, size=n)  # x stands for the first digit here or after it, cyclically
     twice = np.where(np.tile(expressions, 2) < MODULUS, np.arange(2 * size), 2 * size)
@@ -93,13 +98,17 @@ def draw_expressions(
     """Draw expressions of an exact length, with their values modulo 5."""
     tokens = np.empty((n, length), dtype=np.int64)
     choices = np.array([symbols.index(operator) for operator in operators])
-    row, start, size = np.arange(n), np.zeros(n, dtype=np.int64), np.full(n, length)
+    row = np.arange(n)
+    start = np.zeros(n, dtype=np.int64)
+    size = np.full(n, length)
     levels: list[tuple[Integers, NDArray[np.bool_], Integers]] = []
     while row.size:
         value = np.zeros(row.size, dtype=np.int64)
         leaf = size <= _LONGEST_LEAF
         value[leaf] = _write_leaves(tokens, row[leaf], start[leaf], size[leaf], symbols, rng)
-        row, start, size = row[~leaf], start[~leaf], size[~leaf]
+        row = row[~leaf]
+        start = start[~leaf]
+        size = size[~leaf]
         left = rng.integers(1, size - 3)
         operator = rng.choice(choices, row.size)
         tokens[row, start] = symbols.index("(")
@@ -111,8 +120,10 @@ def draw_expressions(
         row = row.repeat(2)
     below = np.zeros(0, dtype=np.int64)
     for value, leaf, operator in reversed(levels):
-        left, right = below[0::2], below[1::2]
-        plus, minus = operator == symbols.index("+"), operator == symbols.index("-")
+        left = below[0::2]
+        right = below[1::2]
+        plus = operator == symbols.index("+")
+        minus = operator == symbols.index("-")
         value[~leaf] = np.where(plus, left + right, np.where(minus, left - right, left * right)) % MODULUS
         below = value
     return tokens, below
@@ -122,7 +133,9 @@ def _write_leaves(
     tokens: Integers, row: Integers, start: Integers, size: Integers, symbols: str, rng: np.random.Generator
 ) -> Integers:
     """Write d, -d, (d) or (-d), by size, into the tokens; return their values."""
-    digit, negative, bracketed = rng.integers(MODULUS, size=row.size), size % 2 == 0, size >= 3
+    digit = rng.integers(MODULUS, size=row.size)
+    negative = size % 2 == 0
+    bracketed = size >= 3
     tokens[row[bracketed], start[bracketed]] = symbols.index("(")
     tokens[row[bracketed], (start + size - 1)[bracketed]] = symbols.index(")")
     tokens[row[negative], (start + bracketed)[negative]] = symbols.index("-")
@@ -175,8 +188,8 @@ class Task:
         words = text.split()
         parts = words if max(map(len, self.symbols)) > 1 else list("".join(words))
         if unknown := [part for part in parts if part not in self.symbols]:
-            known = " ".join(self.symbols)
-            raise InputError(f"{unknown[0]!r} is not a symbol of {self.name}. Its symbols are: {known}.")
+            symbols = " ".join(self.symbols)
+            raise InputError(f"{unknown[0]!r} is not a symbol of {self.name}. Its symbols are: {symbols}.")
         return [self.symbols.index(part) for part in parts]
 
 
@@ -279,12 +292,15 @@ def draw_data(config: TrainingConfig, positions: int, pad_id: int, epoch: int = 
     """Regenerate a run's training and held-out samples, padded; after epoch 0 fresh ones, and one held-out."""
     words = np.random.SeedSequence([config.seed, epoch]).generate_state(1, np.uint64)
     seed, holdout = (int(words[0] >> np.uint64(1)), 1) if epoch else (config.seed, config.holdout_samples)
-    generator, task, n = torch.Generator().manual_seed(seed), task_of(config), config.train_samples
+    generator = torch.Generator().manual_seed(seed)
+    task = task_of(config)
+    n = config.train_samples
     if config.least_length is None:
         both = task.draw(n, holdout, config.length, generator)
     else:
         lengths = torch.randint(config.least_length, config.length + 1, (n + holdout,), generator=generator)
-        tokens, labels = torch.full((n + holdout, config.length), pad_id), torch.empty(n + holdout).long()
+        tokens = torch.full((n + holdout, config.length), pad_id)
+        labels = torch.empty(n + holdout).long()
         for length in sorted(set(lengths.tolist())):
             rows = (lengths == length).nonzero().flatten()
             (tokens[rows, :length], labels[rows]), _ = task.draw(len(rows), 1, length, generator)

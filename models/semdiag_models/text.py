@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from semdiag_files import LARGEST_TEXT, InputError, read_bytes, refuse, unknown_name
+from semdiag_files import LARGEST_TEXT, InputError, read_bytes, unknown_name
 from semdiag_models.config import Recipe, TextSource
 from semdiag_models.listops import Samples
 
@@ -38,7 +38,8 @@ class Text:
     summary = "the next piece of any UTF-8 text file"
 
     def __init__(self, source: TextSource, window: int | None = None) -> None:
-        self.source, self._window = source, window
+        self.source = source
+        self._window = window
         self.classes = source.vocabulary  # each piece may come next
         self.vocabulary_size = source.vocabulary + 1
         self._names = source.file, source.holdout_file or "the held-out lines"
@@ -48,19 +49,22 @@ class Text:
         """The paper's smallest model of Penn Treebank, on all windows of the text."""
         pieces = self._pieces()
         window = self._window if self._window is not None else int(pieces[0].lengths.double().mean())
-        refuse(window < 1, f"The lines of {self.source.file} are too short: fewer than one piece on average.")
+        if window < 1:
+            raise InputError(f"The lines of {self.source.file} are too short: fewer than one piece on average.")
         counts = [_count(part, window, name) for part, name in zip(pieces, self._names, strict=True)]
         return Recipe(window, 50, 8, 1.0, 0.99, 32, 128, 32, 128, *counts)
 
     def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
         """Draw windows without replacement, in random order: training samples, then held-out ones."""
-        (first, second), (one, other) = self._pieces(), self._names
-        return _drawn(first, train, length, one, generator), _drawn(second, holdout, length, other, generator)
+        train_pieces, holdout_pieces = self._pieces()
+        train_name, holdout_name = self._names
+        samples = _draw_windows(train_pieces, train, length, train_name, generator)
+        return samples, _draw_windows(holdout_pieces, holdout, length, holdout_name, generator)
 
     def draw_from(self, path: Path, n: int, length: int, generator: torch.Generator) -> Samples:
         """Draw windows of another text, which this text's tokenizer cuts into pieces."""
         pieces = self._encode(read_lines(path)[0])
-        return _drawn(pieces, min(n, _count(pieces, length, str(path))), length, str(path), generator)
+        return _draw_windows(pieces, min(n, _count(pieces, length, str(path))), length, str(path), generator)
 
     def _pieces(self) -> tuple[Pieces, Pieces]:
         source = self.source
@@ -68,7 +72,8 @@ class Text:
         if source.holdout_file is None:
             train, holdout = split_lines(Path(source.file), lines)
         else:
-            train, holdout = lines, _unchanged(source.holdout_file, source.holdout_sha256)
+            train = lines
+            holdout = _unchanged(source.holdout_file, source.holdout_sha256)
         return self._encode(train), self._encode(holdout)
 
     def _encode(self, lines: list[str]) -> Pieces:
@@ -81,24 +86,26 @@ class Text:
 
 def _count(pieces: Pieces, window: int, name: str) -> int:
     total = int((pieces.lengths - window).clamp(min=0).sum())
-    way = "Longer lines, or training with a smaller --window, would give some."
-    refuse(not total, f"No line of {name} has more than {window} pieces: no window has a next piece. {way}")
+    if total == 0:
+        way = "Longer lines, or training with a smaller --window, would give some."
+        raise InputError(f"No line of {name} has more than {window} pieces: no window has a next piece. {way}")
     return total
 
 
-def _drawn(pieces: Pieces, n: int, length: int, name: str, generator: torch.Generator) -> Samples:
+def _draw_windows(pieces: Pieces, n: int, length: int, name: str, generator: torch.Generator) -> Samples:
     """Draw windows without replacement, in random order."""
     total = _count(pieces, length, name)
-    refuse(n > total, f"{name} has {total} windows of {length} pieces; {n} were asked for.")
+    if n > total:
+        raise InputError(f"{name} has {total} windows of {length} pieces; {n} were asked for.")
     return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
 
 
-def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
-    """Cut windows out of lines."""
+def windows(pieces: Pieces, length: int, numbers: Tensor) -> Samples:
+    """Cut windows out of lines, by their numbers."""
     per_line = (pieces.lengths - length).clamp(min=0)
     # Before the first window of a line lie the pieces of earlier lines, of which some begin no window.
     without = (pieces.lengths - per_line).cumsum(0) - (pieces.lengths - per_line)
-    start = chosen + without[torch.searchsorted(per_line.cumsum(0), chosen, right=True)]
+    start = numbers + without[torch.searchsorted(per_line.cumsum(0), numbers, right=True)]
     return pieces.ids.unfold(0, length, 1)[start].long(), pieces.ids[start + length].long()
 
 
@@ -124,7 +131,8 @@ def open_text(file: Path, holdout_file: Path | None, tokenizer: str, vocabulary:
 def read_lines(path: Path) -> tuple[list[str], str]:
     """Read the lines of a UTF-8 file, stripped, without the blank ones, and the file's hash."""
     content = read_bytes(path, LARGEST_TEXT)
-    refuse(b"\0" in content, f"{path} is not a text: it holds zero bytes. Name a UTF-8 text file.")
+    if b"\0" in content:
+        raise InputError(f"{path} is not a text: it holds zero bytes. Name a UTF-8 text file.")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -133,24 +141,28 @@ def read_lines(path: Path) -> tuple[list[str], str]:
         way = "Convert it, for instance with: iconv -f latin1 -t utf-8."
         raise InputError(f"{path} is not UTF-8: {at}. {way}") from None
     lines = list(filter(None, map(str.strip, io.StringIO(text, newline=None))))
-    refuse(not lines, f"{path} is empty: there is no line with text in it.")
+    if not lines:
+        raise InputError(f"{path} is empty: there is no line with text in it.")
     return lines, hashlib.sha256(content).hexdigest()
 
 
 def split_lines(path: Path, lines: list[str]) -> tuple[list[str], list[str]]:
     """Split training and held-out lines: the last tenth, and at least one line, is held out."""
-    ways = "Break the text into lines, or name a second file with --holdout-text."
-    refuse(len(lines) < 2, f"{path} has one line; the last tenth is held out, so two are needed at least. {ways}")
+    if len(lines) < 2:
+        ways = "Break the text into lines, or name a second file with --holdout-text."
+        raise InputError(f"{path} has one line; the last tenth is held out, so two are needed at least. {ways}")
     held_out = max(1, len(lines) // 10)
     return lines[:-held_out], lines[-held_out:]
 
 
 def _unchanged(file: str, sha256: str | None) -> list[str]:
     way = "Any text works with --inputs FILE.txt."
-    refuse(not Path(file).exists(), f"The text {file} of this run is not here. {way}")
-    lines, found = read_lines(Path(file))
-    hashes = f"SHA-256 {found[:8]}…, was {str(sha256)[:8]}…"
-    refuse(found != sha256, f"The text {file} has changed since the run ({hashes}). {way}")
+    if not Path(file).exists():
+        raise InputError(f"The text {file} of this run is not here. {way}")
+    lines, new_sha256 = read_lines(Path(file))
+    if new_sha256 != sha256:
+        hashes = f"SHA-256 {new_sha256[:8]}…, was {str(sha256)[:8]}…"
+        raise InputError(f"The text {file} has changed since the run ({hashes}). {way}")
     return lines
 
 
@@ -158,9 +170,10 @@ def train_tokenizer(lines: list[str], kind: str, vocabulary: int) -> bytes:
     """Train a SentencePiece model with the library's settings, except for kind, size and one thread."""
     if kind not in TOKENIZERS:
         raise unknown_name("tokenizer", kind, TOKENIZERS)
-    fits = 3 <= vocabulary <= _LARGEST_VOCABULARY
-    refuse(not fits, f"--vocabulary must lie in 3 … {_LARGEST_VOCABULARY}. Got {vocabulary}.")
-    model, longest = io.BytesIO(), max(len(line.encode()) for line in lines)
+    if not 3 <= vocabulary <= _LARGEST_VOCABULARY:
+        raise InputError(f"--vocabulary must lie in 3 … {_LARGEST_VOCABULARY}. Got {vocabulary}.")
+    model = io.BytesIO()
+    longest = max(len(line.encode()) for line in lines)
     try:
         _sentencepiece().SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, model_type=kind, vocab_size=vocabulary,
@@ -182,11 +195,13 @@ def encode(model: bytes, vocabulary: int, lines: list[str]) -> Pieces:
     """Cut lines into pieces, without begin and end marks."""
     try:
         processor = _sentencepiece().SentencePieceProcessor(model_proto=model)
-        found = processor.vocab_size()
+        pieces = processor.vocab_size()
     except RuntimeError:
         raise InputError("The stored tokenizer is damaged: SentencePiece cannot read it.") from None
-    refuse(found != vocabulary, f"The stored tokenizer is damaged: it has {found} pieces, not {vocabulary}.")
-    ids, lengths = list[Tensor](), list[int]()
+    if pieces != vocabulary:
+        raise InputError(f"The stored tokenizer is damaged: it has {pieces} pieces, not {vocabulary}.")
+    ids = list[Tensor]()
+    lengths = list[int]()
     for first in range(0, len(lines), _LINES_AT_ONCE):
         encoded = processor.encode(lines[first : first + _LINES_AT_ONCE], out_type=int, num_threads=1)
         lengths += map(len, encoded)

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from semdiag_models.config import ModelConfig, TrainingConfig
 from semdiag_models.kinds import ATTENTIONS
 from semdiag_models.model import Encoder
 from semdiag_models.tasks import Split, draw_data, task_of
+
+if TYPE_CHECKING:
+    from semdiag_models.cuda_steps import Steps
 
 HISTORY_COLUMNS = (
     "epoch", "learning_rate", "train_loss", "train_accuracy", "holdout_loss", "holdout_accuracy", "seconds",
@@ -30,10 +33,9 @@ def train_epoch(trainer: "Trainer", after_batch: Callable[["Trainer"], None]) ->
     training = trainer.training
     encoder = trainer.encoder
     parameters: list[Tensor] = list(encoder.parameters())
-    frozen = [(parameter, rows, parameter.detach()[rows].clone()) for parameter, rows in trainer.frozen_rows()]
+    frozen = trainer.frozen_rows(encoder)
+    trainer.set_rate()
     rate = torch.tensor(trainer.learning_rate, dtype=parameters[0].dtype, device=trainer.device)
-    for group in trainer.optimizer.param_groups if trainer.optimizer else ():
-        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else trainer.learning_rate
     loss = torch.zeros((), dtype=rate.dtype, device=trainer.device)
     hits = torch.zeros_like(loss)
     encoder.train()
@@ -51,23 +53,11 @@ def train_epoch(trainer: "Trainer", after_batch: Callable[["Trainer"], None]) ->
             for parameter, rows, _ in frozen:
                 parameter.grad[rows] = 0  # type: ignore[index]  # after a backward pass there is one
             torch.nn.utils.clip_grad_norm_(parameters, training.gradient_clip, foreach=True)
-            if trainer.optimizer is None:
-                descend(parameters, rate, training.weight_decay)
-            else:
-                trainer.optimizer.step()
+            trainer.step(parameters, rate)
             for parameter, rows, values in frozen:  # weight decay acts even without a gradient
                 parameter[rows] = values
         after_batch(trainer)
     return loss.item() / training.train_samples, hits.item() / training.train_samples
-
-
-def descend(parameters: list[Tensor], rate: Tensor, weight_decay: float | None) -> None:
-    """Make a step of plain gradient descent, without momentum, as in the paper."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if weight_decay:
-        torch._foreach_add_(gradients, parameters, alpha=weight_decay)
-    torch._foreach_mul_(gradients, rate)
-    torch._foreach_add_(parameters, gradients, alpha=-1)
 
 
 class DivergedError(RuntimeError):
@@ -129,13 +119,31 @@ class Trainer:
         """Whether there is no further epoch to train."""
         return ended(self.history, self.training)
 
-    def frozen_rows(self) -> list[tuple[Tensor, Any]]:
-        """Return the parameters that the training freezes, each with the rows of W_q and W_k."""
-        if "qk" not in self.training.frozen:
-            return []
+    def frozen_rows(self, encoder: Encoder) -> list[tuple[Tensor, Any, Tensor]]:
+        """Return an encoder's parameters that the training freezes, the rows of W_q and W_k, what stands there."""
         rows = slice(2 * self.config.heads * self.config.head_width)
-        layers = [self.encoder.attention(layer).qkv for layer in range(self.config.blocks)]
-        return [(parameter, rows) for qkv in layers for parameter in (qkv.weight, qkv.bias)]
+        pairs: list[tuple[Tensor, Any]] = []
+        for layer in range(self.config.blocks if "qk" in self.training.frozen else 0):
+            qkv = encoder.attention(layer).qkv
+            pairs += [(qkv.weight, (..., rows, slice(None))), (qkv.bias, (..., rows))]
+        return [(parameter, at, parameter.detach()[at].clone()) for parameter, at in pairs]
+
+    def set_rate(self) -> None:
+        """Give the optimiser the learning rate of the next epoch."""
+        rate = self.learning_rate
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+
+    def step(self, parameters: list[Tensor], rate: Tensor) -> None:
+        """Make a step of the optimiser; of plain gradient descent, without momentum as in the paper, itself."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.training.weight_decay:
+            torch._foreach_add_(gradients, parameters, alpha=self.training.weight_decay)
+        torch._foreach_mul_(gradients, rate)
+        torch._foreach_add_(parameters, gradients, alpha=-1)
 
     def run(self, after_epoch: Callable[[Progress], None], after_batch: Callable[[], None] = lambda: None) -> None:
         """Train to the configured number of epochs, or to the training accuracy at which to stop."""
@@ -237,8 +245,6 @@ def train_together(
     after_batch: Callable[[Trainer], None] = lambda trainer: None,
 ) -> None:  # fmt: skip
     """Train runs that can share their steps to their ends; those that end or diverge leave the others."""
-    from semdiag_models.cuda_steps import Steps  # which imports Triton where that is
-
     diverged: dict[int, str] = {}
     steps: Steps | None = None
     while group := [t for i, t in enumerate(trainers) if i not in diverged and not t.finished]:
@@ -248,9 +254,8 @@ def train_together(
         if len(group) == 1 and not (group[0].fast and group[0].device.type == "cuda"):
             results = [train_epoch(group[0], after_batch)]
         else:
-            if steps is None or steps.trainers != group or steps.padded != any(t.padded for t in group):
-                steps = Steps(group)
-            results = steps.epoch(group[0].learning_rate, after_batch)
+            steps = _steps_of(group, steps)
+            results = steps.epoch(after_batch)
         start += (time.perf_counter() - start) * (1 - 1 / len(group))  # each has its share
         for trainer, (loss, accuracy) in zip(group, results, strict=True):
             began = time.perf_counter()
@@ -265,10 +270,19 @@ def train_together(
         raise DivergedError(" ".join(diverged.values()), tuple(diverged))
 
 
+def _steps_of(group: Sequence[Trainer], steps: "Steps | None") -> "Steps":
+    """Return the steps of a group, new ones if its members or their padding changed."""
+    from semdiag_models.cuda_steps import Steps  # which imports Triton where that is
+
+    if steps is None or steps.trainers != group or steps.padded != any(trainer.padded for trainer in group):
+        return Steps(group)
+    return steps
+
+
 def make_optimizer(
     encoder: Encoder, training: TrainingConfig, device: torch.device
 ) -> torch.optim.Optimizer | None:
-    """Return Adam or AdamW; None for plain SGD, see :func:`descend`."""
+    """Return Adam or AdamW; None for plain SGD, see :meth:`Trainer.step`."""
     if training.optimizer == "sgd":
         return None
     options: dict[str, Any] = {"lr": training.learning_rate, "foreach": True}

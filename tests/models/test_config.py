@@ -102,6 +102,7 @@ def test_an_illegal_model_is_refused_with_what_would_work(fields, message):
         ({"snapshots": (3, 11)}, "Snapshots must lie in 0 … 10 (epochs). Got 11."),
         ({"snapshots": (-1,)}, "Snapshots must lie in 0 … 10 (epochs). Got -1."),
         ({"optimizer": "sdg"}, "Unknown optimizer 'sdg'. Did you mean 'sgd'? Known: sgd, adam, adamw."),
+        ({"precision": "int8"}, "Unknown precision 'int8'. Known: float32, tf32, bf16."),
     ],
 )
 def test_an_illegal_training_is_refused_with_what_would_work(fields, message):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semdiag_files import InputError, read_json, refuse, write_csv, write_text
+from semdiag_files import InputError, read_json, write_csv, write_text
 
 if TYPE_CHECKING:
     from semdiag_models import Checkpoint
@@ -81,12 +81,14 @@ def read_history(path: Path, content: Any, run: "SweepRun") -> dict[str, list[fl
     from semdiag_models.train import HISTORY_COLUMNS
 
     try:
-        refuse(content["schema"] != SCHEMA, f"its schema is {content['schema']!r}")
+        if content["schema"] != SCHEMA:
+            raise InputError(f"its schema is {content['schema']!r}")
         training, model = TrainingConfig.from_dict(content["training"]), ModelConfig.from_dict(content["model"])
         history: dict[str, list[float]] = content["history"]
         whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
         finite = all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c)
-        refuse(not whole or not finite, "its history is not a list of numbers per quantity")
+        if not whole or not finite:
+            raise InputError("its history is not a list of numbers per quantity")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
     if identity(model, training) != identity(run.model, run.training):

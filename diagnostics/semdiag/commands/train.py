@@ -172,7 +172,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     for field in configured():
         said, kind = field.metadata, getattr(field.type, "__name__", str(field.type)).removesuffix(" | None")
         shown = said.get("shown", field.default if field.default not in (None, (), False) else "")
-        completed = options.ATTENTIONS if field.name == "attention" else tuple(said["known"])
+        completed = options.ATTENTIONS if field.name == "attention" else tuple(said["choices"])
         option = typer.Option(
             *said.get("flags", f"--{field.name.replace('_', '-')}").split(), help=said["help"],
             metavar=said.get("metavar"), show_default=str(shown) if shown != "" else False,
