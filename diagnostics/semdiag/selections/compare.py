@@ -1,7 +1,7 @@
 """Do two engines choose alike?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -29,6 +29,8 @@ from semdiag.selections.files import (
     type_name,
     whole_numbers,
 )
+from semdiag.selections.localise import Located, Suspect, localise
+from semdiag.selections.stages import indexer_of_arrays
 from semdiag_files import InputError
 
 _OTHER_TOKENS = "Are they of another tokenisation, or is one of them padded? Then give its lengths. "
@@ -158,6 +160,7 @@ class ComparedSelections:
     layouts: tuple[str, str]  # layouts of A and B, named by the user or guessed
     ignored: tuple[str, ...]  # names of arrays that were not looked at
     module: str  # that chose; empty: the files name none
+    located: Located | None = None  # where the first module that differs goes wrong; None: unknown, or another one
 
     @property
     def unexplained(self) -> pd.DataFrame:
@@ -180,7 +183,29 @@ def compare_files(
             raise InputError(
                 f"{file} holds no choices of {missing[0] or 'a module without a name'}: compare like with like."
             )
-    return [compare_selections(each, by_module[each.module], format, layouts) for each in first]
+    compared = [compare_selections(each, by_module[each.module], format, layouts) for each in first]
+    at = next((at for at, each in enumerate(compared) if len(each.unexplained)), None)
+    if at is not None:
+        donors = {each.module: each.scores for each in first if each.scores is not None and each is not first[at]}
+        compared[at] = replace(compared[at], located=_located(first[at], by_module[first[at].module], donors))
+    return compared
+
+
+def _located(reference: SelectionFile, suspect: SelectionFile, donors: dict[str, Tensor]) -> Located | None:
+    """Return where a suspect goes wrong, if the reference says how it chose."""
+    indexer = indexer_of_arrays(reference.module, reference.stages, reference.indices.shape[-1])
+    if indexer is None or reference.indices.ndim != 2:
+        return None
+    rows = len(reference.indices)
+    stages = suspect.stages
+    return localise(
+        indexer,
+        Suspect(
+            suspect.indices.long(), suspect.scores, stages.get("index_queries"), stages.get("index_keys"),
+            stages.get("head_weights"),
+        ),
+        {name: scores for name, scores in donors.items() if scores.ndim == 2 and len(scores) == rows},
+    )  # fmt: skip
 
 
 def compare_selections(

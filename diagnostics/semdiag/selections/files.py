@@ -1,7 +1,7 @@
 """A selection in a file, and its arrays in one form."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from semdiag.mathematics.rounding import number_format
 from semdiag.selections.arrays import array_names, read_arrays
+from semdiag.selections.stages import ARRAYS
 from semdiag_files import InputError, write_bytes
 
 _NAMES = {
@@ -30,6 +31,7 @@ _NAMES = {
     "scale": ("scale",),
     "first": ("cu_seqlen_ks",),  # the first key of each row, and the end of its keys
     "end": ("cu_seqlen_ke",),
+    **{name: (name,) for name in ARRAYS},  # of an indexer, from which its choice can be computed
     "bounds": ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc"),  # packed
 }  # fmt: skip
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
@@ -55,6 +57,7 @@ class SelectionFile:
     scale: Tensor | None = None  # on their products
     ignored: tuple[str, ...] = ()  # names of other arrays
     module: str = ""  # that chose; empty: the file names none
+    stages: dict[str, Tensor] = field(default_factory=dict)  # what an indexer computed before it chose
 
     @property
     def name(self) -> str:
@@ -145,7 +148,8 @@ def _selection(
         parts |= _packed(path, parts["indices"], {name: arrays[name] for name in bounds})
     if "scores" in parts:
         parts["scores"] = _numbers(parts["scores"], format)
-    return SelectionFile(path, **parts, ignored=ignored, module=module)
+    stages = {name: parts.pop(name) for name in ARRAYS if name in parts}
+    return SelectionFile(path, **parts, ignored=ignored, module=module, stages=stages)
 
 
 def _packed(path: Path, indices: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:

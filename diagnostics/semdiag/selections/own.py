@@ -4,6 +4,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,8 @@ from semdiag.selections.capture import (
     watch_selections,
 )
 from semdiag.selections.files import require_suffix, write_output
+from semdiag.selections.localise import Indexer
+from semdiag.selections.stages import StageRecorder, recorded_indexer, stage_arrays
 from semdiag_files import InputError
 
 _LARGEST = 2**32  # bytes of a file
@@ -52,10 +55,13 @@ class Saving:
         require_suffix(path, "--save", ".npz")
         self._path = path
         self._parts: dict[str, list[_Part]] = {}  # by module, in the order in which they chose
+        self._indexers: dict[str, list[Indexer | None]] = {}  # one for each part
         self._size = 0
 
-    def add(self, name: str, number: int, choices: Choices, ids: Tensor | None) -> None:
-        """Take what a selection chose in a batch."""
+    def add(
+        self, name: str, number: int, choices: Choices, ids: Tensor | None, indexer: Indexer | None = None
+    ) -> None:
+        """Take what a selection chose in a batch, and what its indexer computed before."""
         real = choices.real
         if choices.kind == "keys":
             indices, scores = _from_the_first(choices)
@@ -67,10 +73,12 @@ class Saving:
         self._size += part.scores.nbytes + part.indices.nbytes
         if self._size > _LARGEST:
             raise InputError(f"{self._path} would be larger than {_LARGEST / 2**30:g} GiB. Save fewer tokens.")
-        self._parts.setdefault(f"{name}#{number}" if number else name, []).append(part)
+        full_name = f"{name}#{number}" if number else name
+        self._parts.setdefault(full_name, []).append(part)
+        self._indexers.setdefault(full_name, []).append(indexer)
 
     def write(self) -> None:
-        """Write MODULE.indices (T, k), MODULE.scores (T, n) and, where they are known, MODULE.tokens (T,)."""
+        """Write MODULE.indices (T, k) and MODULE.scores (T, n); where known, tokens and an indexer's stages."""
         arrays = {f"{name}.{role}": array for name in self._parts for role, array in self._arrays(name).items()}
         content = io.BytesIO()
         np.savez(content, **arrays)  # type: ignore[arg-type]
@@ -85,7 +93,14 @@ class Saving:
             "scores": torch.cat([_widened(part.scores, n, -torch.inf) for part in parts]).numpy(),
         }
         ids = [part.ids for part in parts if part.ids is not None]
-        return arrays | ({"tokens": torch.cat(ids).numpy()} if len(ids) == len(parts) else {})
+        if len(ids) == len(parts):
+            arrays["tokens"] = torch.cat(ids).numpy()
+        indexers = [indexer for indexer in self._indexers[name] if indexer is not None]
+        if len(indexers) == len(parts) and len({indexer.form for indexer in indexers}) == 1:
+            sequences = [sequence for indexer in indexers for sequence in indexer.sequences]
+            stages = stage_arrays(sequences, indexers[0].form)
+            arrays |= {role: array.numpy() for role, array in stages.items()}
+        return arrays
 
 
 def _from_the_first(choices: Choices) -> tuple[Tensor, Tensor]:
@@ -179,6 +194,7 @@ class OwnSelections:
         self.calls = 0
         self.chose: Counter[str] = Counter()  # in how many calls a module did
         self._failure: Exception | None = None  # ours, not the model's
+        self._stages = StageRecorder()
 
     def run(self, model: nn.Module, batch: Batch) -> None:
         """Take what a model selects on a batch; exceptions of semdiag's own code are raised as they are."""
@@ -189,7 +205,7 @@ class OwnSelections:
         self._other_tokens = before is not None and self._ids is not None and not torch.equal(before, self._ids)
         self.calls += 1
         try:
-            with watch_selections(model, self._consume):
+            with self._watched_stages(model), watch_selections(model, self._consume):
                 batching.call(model, batch)
         except InputError:
             raise
@@ -201,12 +217,15 @@ class OwnSelections:
                 f"{self._path} cannot be run on these inputs ({type(error).__name__}: {message})."
             ) from error
 
+    def _watched_stages(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext() if self._saving is None else self._stages.watch(model)
+
     def _consume(self, name: str, module: nn.Module, selected: list[Selected]) -> None:
         text = f"{name} {type(module).__name__}".lower()
         self.chose[name] += 1
         try:
             for number, (chosen, group) in enumerate(in_stages(selected)):
-                self._add(name, number, text, chosen, group)
+                self._add(name, number, module, text, chosen, group)
         except InputError as error:
             self._failure = InputError(f"{self._path}: {name}: {error}")
             raise self._failure from None
@@ -214,7 +233,9 @@ class OwnSelections:
             self._failure = error
             raise
 
-    def _add(self, name: str, number: int, text: str, chosen: Selected, group: Selected | None) -> None:
+    def _add(
+        self, name: str, number: int, module: nn.Module, text: str, chosen: Selected, group: Selected | None
+    ) -> None:
         shape = tuple(chosen.scores.shape)
         rows_and_choices = own_rows(text, name in self._causal, self._tokens, chosen, group, self._kind)
         if rows_and_choices is None:
@@ -227,7 +248,12 @@ class OwnSelections:
         self._found.setdefault(key, entry).take(rows, choices, self._samples, self._other_tokens)
         # not positions in a table of other choices, or what is outside all parts
         if self._saving is not None and name and not chosen.positions:
-            self._saving.add(name, number, choices, None if self._ids is None else self._ids.cpu())
+            outputs = self._stages.outputs.get(name)
+            indexer = None
+            if outputs is not None and rows.kind == "keys":
+                real = choices.real.view(*choices.shape)
+                indexer = recorded_indexer(name, module, outputs, chosen.scores, real, rows.k)
+            self._saving.add(name, number, choices, None if self._ids is None else self._ids.cpu(), indexer)
 
     def finish(self) -> None:
         """Leave out selections outside the model's parts: one for a loss, say, decides nothing in a layer."""

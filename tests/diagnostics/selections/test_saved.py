@@ -1,5 +1,7 @@
 """What a model chose, as files: the same whatever the padding and the batches are."""
 
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +116,30 @@ def test_the_first_module_that_differs_is_named_in_the_order_in_which_they_ran(t
         ("model.layers.1.self_attn.indexer", 6),
         ("model.layers.1.mlp.gate", 3),
     ]
+
+
+MISTAKES = {
+    ("DeepseekV32", "apply_rotary_pos_emb"): "as if pairs were interleaved",
+    ("GlmMoeDsa", "apply_rotary_pos_emb_interleave"): "as if the two halves were rotated",
+}
+
+
+@pytest.mark.parametrize(("family", "rotation"), MISTAKES)
+def test_a_port_with_another_rotation_is_located_from_two_files(
+    tiny, batch, tmp_path, monkeypatch, family, rotation
+):
+    """The reference's file says how it chose: its own scores are computed from it again, padding and all."""
+    model = tiny(family, **INDEXED)
+    saved(model, tmp_path / "good.npz", batch)
+    rotations = import_module("transformers.models.deepseek_v32.modeling_deepseek_v32")
+    (swapped,) = {"apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"} - {rotation}
+    monkeypatch.setattr(sys.modules[type(model).__module__], rotation, getattr(rotations, swapped))
+    saved(model, tmp_path / "bad.npz", batch)
+    files = [read_selections(tmp_path / f"{name}.npz") for name in ("good", "bad")]
+    located = compare_files(*files, "float32", ("", ""))[0].located
+    assert (located.module, located.stage) == ("model.layers.0.self_attn.indexer", "rotary")
+    assert MISTAKES[family, rotation] in located.mistakes
+    assert located.explained == 1.0
 
 
 def test_modules_that_one_file_lacks_are_named(tmp_path):

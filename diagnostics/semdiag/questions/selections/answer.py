@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,16 @@ import torch
 from semdiag.mathematics.selections import CLASSES, FAULTS, GRAVITY, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
-from semdiag.measuring.words import count, counted, four_decimals, number, plain, rough_percent, text
+from semdiag.measuring.words import (
+    count,
+    counted,
+    four_decimals,
+    number,
+    plain,
+    rough_percent,
+    strict_percent,
+    text,
+)
 from semdiag.presenting.answer import Answer
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.selections.check import CheckedSelection
@@ -39,6 +49,7 @@ def comparison_sentences(answer: Summary) -> list[str]:
         first = _layer_name({"module": answer["first_module"], "layer": answer["first_layer"]})
         sentences.append(f"{share}; {first} is the first with a difference; mean overlap {answer['overlap']:.4f}.")
         sentences.append(f"Worst row: {place}, overlap {number(worst['overlap'])} ({worst['class']}).")
+    sentences += _located_sentences(answer["located"])
     lost = answer["lost"]
     if changed and lost["of"]:
         worst_lost = number(lost["largest"])
@@ -52,6 +63,22 @@ def comparison_sentences(answer: Summary) -> list[str]:
         if many
     ]
     return sentences + ignored_sentences(answer) + repeats
+
+
+def _located_sentences(located: Summary | None) -> list[str]:
+    """Return at which stage the first module that differs goes wrong."""
+    if located is None or not located["rows"]:
+        return []
+    rows = f"{counted(located['rows'], 'row')} (the reference: {strict_percent(located['by_reference'])})"
+    if located["stage"]:
+        mistakes = ", or ".join(located["mistakes"])
+        share = strict_percent(located["explained"])
+        return [f"{located['module']}: {located['stage']}: {mistakes}; explains {share} of {rows}."]
+    if located["nearest"]:
+        share = strict_percent(located["explained"])
+        nearest = f"the nearest, {located['nearest']}, explains {share} of {rows}"
+        return [f"{located['module']}: none of the known mistakes; {nearest}."]
+    return []
 
 
 def _layer_name(row: dict[str, Any]) -> str:
@@ -393,13 +420,18 @@ def comparison_summary(
         "first_layer": None if diverged.empty else int(diverged["layer"].iloc[0]),
         "first_module": None if diverged.empty else str(diverged["module"].iloc[0]),
         "lost": {"of": compared[0].weight_of, "mean": float(lost.mean()), "largest": float(lost.max())},
-        "worst": _least_overlap(rows),
+        "worst": _least_overlap(rows), "located": _located_entry(compared),
         "repeats": {
             "file": sum(each.repeats[0] for each in compared), "against": sum(each.repeats[1] for each in compared)
         },
         "layers": layers.to_dict("records"), "passed": not classes[BUG] + classes[UNEXPLAINED], **facts,
     }  # fmt: skip
     return _summary([entry], provenance)
+
+
+def _located_entry(compared: Sequence[ComparedSelections]) -> dict[str, Any] | None:
+    located = [each.located for each in compared if each.located is not None]
+    return asdict(located[0]) if located else None
 
 
 def _common_k(compared: Sequence[ComparedSelections]) -> int | None:
