@@ -60,8 +60,11 @@ def _of_most(having_it: list[str], shared: list[str], new: list[str]) -> str:
 
 
 def _items(command: Any) -> list[str]:
-    """Return a list item for each option of a command."""
-    shown = [param for param in command.params if param.name != "help" and not getattr(param, "hidden", False)]
+    """Return a list item for each option of a command; hidden ones without help are no user's."""
+    shown = [
+        param for param in command.params
+        if param.name != "help" and (getattr(param, "help", None) or not getattr(param, "hidden", False))
+    ]  # fmt: skip
     return [f"- {_names(param)}: {_meaning(param)}" for param in shown]
 
 

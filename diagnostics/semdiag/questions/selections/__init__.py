@@ -24,28 +24,26 @@ _CERTIFIED = "bfloat16"  # unless the user names another format
 
 def _ask(
     file: Annotated[Path, typer.Argument(
-        help="A .npz, .safetensors or .parquet file with indices (rows × k, -1 for none) and, where they are "
-        "known, scores (rows × n), lengths, starts and documents. Or a model, hf:PATH or "
-        "package.module:function: what it chooses itself.", show_default=False,
+        help="A .npz, .safetensors or .parquet file with indices (rows × k, -1 for none) and, where known, scores "
+        "(rows × n). Or a model, hf:PATH or package.module:function.", show_default=False,
     )],
     against: Annotated[Path | None, typer.Argument(
         help="What another engine chose for the same rows: compare the two.", metavar="FILE", show_default=False,
     )] = None,
     format: Annotated[str, _asked(
         "The precision in which the engine computed its scores: float32, bfloat16, float16, float8_e4m3fn, "
-        "float8_e5m2, float64. It says what rounding explains; of a model, which choices are certified (bfloat16 "
-        "if it is left out).", metavar="NAME",
+        "float8_e5m2, float64. It says what rounding explains; of a model, what is certified (then bfloat16 by "
+        "default).", metavar="NAME",
     )] = "float32",
     causal: Annotated[bool, _asked(
-        "Keys after the query may not be chosen. The last dimension before the keys is the query's, and queries "
-        "are the last tokens.", "--causal",
+        "Keys after the query may not be chosen; the queries are the last tokens.", "--causal",
     )] = False,
     keys: Annotated[int | None, _asked(
         "How many keys there are, if the file has no scores.", show_default=False,
     )] = None,
     layout: Annotated[str, _asked(
-        "With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the second file "
-        "behind a colon if they are others. Default: tokens; tokens,layers; batch,sequence,layers; "
+        "With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; behind a colon "
+        "those of the second file. Default: tokens; tokens,layers; batch,sequence,layers; "
         "batch,sequence,layers,heads.", metavar="NAME,NAME[:NAME,NAME]", show_default=False,
     )] = "",
     save: Annotated[Path | None, options.output_option(
