@@ -294,10 +294,14 @@ def test_lines_are_left_out_only_where_the_example_says_so(printed: str, shown: 
 
 def test_the_commands_for_a_fresh_machine_install_and_run_or_test() -> None:
     blocks = re.findall(r"```sh\n(.*?)```", README, re.S)
-    first, second = blocks[0].strip(), blocks[1].strip()
-    assert first.endswith(".venv/bin/semdiag report")
-    assert second.endswith(".venv/bin/pytest")
-    assert all(b.startswith("python3 -m venv .venv && .venv/bin/pip install ") for b in (first, second))
+    commands = [block.strip() for block in blocks]
+    assert all(command.startswith("python3 -m venv .venv && .venv/bin/pip install ") for command in commands)
+    ends = [command.rpartition(" && ")[2] for command in commands]
+    assert ends == [
+        ".venv/bin/semdiag report hf:PATH --inputs texts.txt",
+        ".venv/bin/semdiag report",
+        ".venv/bin/pytest",
+    ]
 
 
 @pytest.mark.slow
