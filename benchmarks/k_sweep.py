@@ -80,7 +80,7 @@ def main() -> None:
     runs[command] = partial(whole, loaded, batch, KSweepPlan(rerun=True, ks=ks, kinds=kinds))
     runs["plain"]()
     rounds = [{name: seconds(run) for name, run in runs.items()} for _ in range(options.rounds)]
-    shape = tuple(batching.tensors(batch)[0].shape)
+    shape = tuple(batching.tensors_of(batch)[0].shape)
     print(f"torch {torch.__version__}, one thread, {options.model}, tokens {shape}")
     print("| what | s | of the forwards it needs, least to most |\n|---|---|---|")
     for name in runs:

@@ -96,7 +96,8 @@ class AttentionCall:
         parts = {n: part_of(getattr(self, n), samples, queries) for n in ("selected", "bias", "fully_masked")}
         q, mixed = (x[:, :, queries][samples] for x in (self.q, self.mixed))
         real = None if self.queries is None else self.queries[samples][:, queries]
-        k, v = self.k[samples], self.v[samples]
+        k = self.k[samples]
+        v = self.v[samples]
         parts |= {"q": q, "k": k, "v": v, "mixed": mixed, "queries": real, "allowed": allowed}
         return replace(self, causal=False, first_query=0, **parts)  # type: ignore[arg-type]
 
@@ -124,7 +125,7 @@ def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
     return tensor if tensor.ndim == 4 else tensor.flatten(0, -4)
 
 
-def described(
+def call_from_tensors(
     q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, *, scale: float | None = None, heads: int | None = None,
     full: Tensor | None = None, fused: bool = False, **others: Any,
 ) -> AttentionCall:  # fmt: skip
@@ -168,7 +169,8 @@ def external(models: "pd.DataFrame") -> "pd.Series[bool]":
 
 def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor, places: Tensor | None = None) -> str:
     """Return the kind of a mask from the numbers of keys of its queries, and the keys that some head reaches."""
-    counts, whole = keys.numpy(), reached.sum(-1).numpy()
+    counts = keys.numpy()
+    whole = reached.sum(-1).numpy()
     real = queries.numpy()
     if (~real | (counts == whole[:, None, None])).all():
         return "full"
@@ -183,7 +185,7 @@ def joint_kind(kinds: set[str]) -> str:
     return next(iter(kinds)) if len(kinds) == 1 else "masked"
 
 
-def rows_of(kind: str, dispersion: Tensor, separation: Tensor, kept: Tensor) -> AttentionRows | None:
+def rows_of_kind(kind: str, dispersion: Tensor, separation: Tensor, kept: Tensor) -> AttentionRows | None:
     """Return the rows for the bounds of a kind of attention; None for a kind that no bound covers."""
     if kind in FIXED_MASKS:
         return fixed_mask_rows(dispersion, kept)

@@ -22,7 +22,7 @@ from semdiag.capturing.adapters.hugging_face import attends_by_interface, interc
 from semdiag.capturing.adapters.torch_functions import FunctionWatch, core_call, masked_inputs
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.private_parts import FOUNDATIONS, broken_parts, refusal, remarks_on
+from semdiag.capturing.private_parts import FOUNDATIONS, broken_parts, mask_refusal, remarks_on_parts
 from semdiag.capturing.provenance.operations import OperationWatch
 from semdiag_files import InputError
 from semdiag_models import AttentionCore, Encoder
@@ -49,8 +49,10 @@ class Hooks:
             if len(arguments) == 3:  # torch omits keyword arguments if the hook was removed meanwhile
                 before(*arguments)
 
-        self._module, self._prepend = module, prepend
-        self._before, self._after = Hook(unless_removed), Hook(after)
+        self._module = module
+        self._prepend = prepend
+        self._before = Hook(unless_removed)
+        self._after = Hook(after)
         self._handles: list[RemovableHandle] = []
 
     def put_on(self) -> None:
@@ -115,11 +117,11 @@ def watch_attention(
     """
     broken = broken_parts(model)
     if broken and mask is not None:
-        raise InputError(refusal(broken))
+        raise InputError(mask_refusal(broken))
     # then modes would see nothing more, and cost 20 µs per operation
     hooked = torch_functions.hooked_alone(model) or attends_by_interface(model)
     recorder = recording.Recorder(recording.Watched(model, consume, mask, traces=not hooked))
-    recorder.audit.remarks.update(remarks_on(broken))
+    recorder.audit.remarks.update(remarks_on_parts(broken))
     if FOUNDATIONS.intersection(broken):  # nothing could be seen, or taken off again
         yield recorder.audit
         return
@@ -152,9 +154,14 @@ def watch_attention(
 
 class _Hooks:
     def __init__(self, recorder: recording.Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
-        self._recorder, self._here, self._lent, self._hooked = recorder, here, lent, hooked
+        self._recorder = recorder
+        self._here = here
+        self._lent = lent
+        self._hooked = hooked
         self._unmasked: dict[AttentionCore, tuple[int, int]] = {}
-        self._started, self._ended = self.before, self.after  # the same objects are registered and removed
+        # The same objects are registered and removed.
+        self._started = self.before
+        self._ended = self.after
 
     @contextmanager
     def held(self, first: bool) -> Iterator[None]:
@@ -194,7 +201,8 @@ class _Hooks:
             changed = None if recorder.covered else masked_inputs(recorder, module, inputs)
             recorder.covered += 1
             if changed is not None:
-                self._unmasked[module], module.everywhere = module.everywhere, (0, 0)
+                self._unmasked[module] = module.everywhere
+                module.everywhere = (0, 0)
             return changed
         if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
             recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
@@ -211,7 +219,8 @@ class _Hooks:
                 raise
 
     def _done(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        recorder, name = self._recorder, self._recorder.module
+        recorder = self._recorder
+        name = self._recorder.module
         if recorder.without_watch and recorder.without_watch[-1][0] is module:
             recorder.covered -= 1
             if recorder.without_watch.pop()[1]:
@@ -232,7 +241,8 @@ class _Modes(threading.local):
     """The modes of a watch in the thread that opened it, and in other threads while they run the model."""
 
     def __init__(self, recorder: recording.Recorder, lent: set[int]) -> None:  # runs again in each thread
-        self._lent, self._recorder = lent, recorder  # lent: ids of the other threads that are running the model
+        self._lent = lent  # ids of the other threads that are running the model
+        self._recorder = recorder
         self.below = OperationWatch(recorder)
         self.watch = FunctionWatch(recorder, self.below)
         self._on = False

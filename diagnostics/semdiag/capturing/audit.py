@@ -42,7 +42,9 @@ class Skipped(NamedTuple):
     reason: str  # reason for not capturing it
 
 
-NOTE, WARNING = "note", "warning"  # severities of remarks
+# Severities of remarks.
+NOTE = "note"
+WARNING = "warning"
 # Codes of remarks that concern the user's request or invalidate an answer; commands print them, too.
 WARNINGS = frozenset((
     "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "loss-of-logits", "nan-logits",
@@ -133,7 +135,8 @@ def _of_numbers(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
 
 def _ends_alike(call: AttentionCall) -> bool:
     """Return whether the last row's last token has the query and key of another token there, up to rounding."""
-    length, alike = call.q.shape[2], torch.ones((), dtype=torch.bool, device=call.q.device)
+    length = call.q.shape[2]
+    alike = torch.ones((), dtype=torch.bool, device=call.q.device)
     if call.k.shape[2] != length or call.q.shape[3] == 1:
         return False
     for rows in (call.q[-1], call.k[-1]):

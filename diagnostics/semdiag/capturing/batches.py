@@ -63,7 +63,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 def samples_of(batch: Batch) -> int:
     """Return the number of samples: the length of the first tensor with several axes, else of the first tensor."""
-    lengths = [(t.ndim == 1, len(t)) for t in tensors(batch) if t.ndim]
+    lengths = [(t.ndim == 1, len(t)) for t in tensors_of(batch) if t.ndim]
     return min(lengths, key=lambda entry: entry[0], default=(True, 0))[1]
 
 
@@ -71,18 +71,18 @@ def second_axis(model: nn.Module, batch: Batch) -> int:
     """Return the second axis of a batch, where a layer of torch's has the samples (batch_first=False); else 0."""
     if all(getattr(module, "batch_first", True) for module in model.modules()):
         return 0
-    return next((t.shape[1] for t in tensors(batch) if t.ndim > 1), 0)
+    return next((t.shape[1] for t in tensors_of(batch) if t.ndim > 1), 0)
 
 
 def only_token_ids(batch: Batch) -> bool:
     """Return whether a batch consists of token ids (N, L) and their masks: integers or bools on two axes."""
-    several = [t for t in tensors(batch) if t.ndim > 1]
+    several = [t for t in tensors_of(batch) if t.ndim > 1]
     return bool(several) and not any(t.ndim > 2 or t.is_floating_point() or t.is_complex() for t in several)
 
 
 def longest(batch: Batch) -> int:
     """Return the length of a batch of token ids: the largest second axis, the decoder's included; else 1."""
-    return max((t.shape[1] for t in tensors(batch) if t.ndim > 1), default=1)
+    return max((t.shape[1] for t in tensors_of(batch) if t.ndim > 1), default=1)
 
 
 def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
@@ -98,7 +98,7 @@ def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
     else:
         cut = (batches,)  # refused below
     for batch in cut:
-        if not isinstance(batch, Tensor | Mapping | tuple | list) or not tensors(batch):
+        if not isinstance(batch, Tensor | Mapping | tuple | list) or not tensors_of(batch):
             raise InputError(
                 "Inputs are a tensor, a dictionary of tensors (keyword arguments), or a list of batches, each a "
                 "tensor, a dictionary or a tuple of arguments. Got "
@@ -179,7 +179,7 @@ def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = 
     return _mapped(batch, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None))
 
 
-def tensors(batch: Batch) -> list[Tensor]:
+def tensors_of(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch, in its order."""
     return [value for _, value in entries(batch) if isinstance(value, Tensor)]
 
@@ -313,7 +313,7 @@ def _same(query: Any, key: Any) -> bool:
     return query.shape == key.shape and query.dtype == key.dtype and torch.equal(query, key)
 
 
-def whole_number(value: Any, name: str, least: int | None = None) -> int:
+def as_whole_number(value: Any, name: str, least: int | None = None) -> int:
     """Return a whole number; refuse anything else, or one that is too small."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{name} must be a whole number. Got {value!r}.")
@@ -322,7 +322,7 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
     return int(value)
 
 
-def whole_numbers(values: Any, name: str, least: int | None = None) -> tuple[int, ...]:
+def as_whole_numbers(values: Any, name: str, least: int | None = None) -> tuple[int, ...]:
     """Return one or several whole numbers as a tuple; refuse anything else."""
     several = values if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
-    return tuple(whole_number(value, name, least) for value in several)
+    return tuple(as_whole_number(value, name, least) for value in several)

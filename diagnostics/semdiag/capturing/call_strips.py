@@ -30,10 +30,11 @@ class Strip:
 
 def number_of_keys(call: AttentionCall) -> Tensor:
     """Return how many keys each query attends to without the mask, int32, broadcastable to (B, H, Lq)."""
-    queries, length = call.q.shape[2], call.k.shape[2]
+    queries = call.q.shape[2]
+    length = call.k.shape[2]
     if call.allowed is None and call.selected is None:
         return _numbers(queries, length, call.first_query if call.causal else None, call.q.device)
-    return joined([counted(allowed) for allowed in allowed_rows(call)], 2)
+    return joined([count_true(allowed) for allowed in allowed_rows(call)], 2)
 
 
 @lru_cache(maxsize=16)
@@ -46,7 +47,7 @@ def allowed_rows(call: AttentionCall) -> Iterator[Tensor]:
     """Yield the keys that a few queries may attend to, with one entry for samples or heads that are all alike."""
     step = max(1, AT_ONCE_ELSEWHERE // (call.k.shape[2] * len(call.q)))
     for start in range(0, call.q.shape[2], step):
-        yield narrowed(allowed_keys(call.part(slice(None), slice(start, start + step))))
+        yield narrowed(allowed_mask(call.part(slice(None), slice(start, start + step))))
 
 
 def strip_part(values: Tensor | None, strip: Strip) -> Tensor | None:
@@ -63,7 +64,7 @@ def heads_of(values: Tensor, strip: Strip) -> slice:
     return strip.heads if values.shape[1] > 1 else slice(None)
 
 
-def places_of(keys: slice | Tensor, call: AttentionCall) -> Tensor:
+def key_positions(keys: slice | Tensor, call: AttentionCall) -> Tensor:
     """Return the positions of a strip's keys."""
     return torch.arange(keys.start, keys.stop, device=call.q.device) if isinstance(keys, slice) else keys
 
@@ -95,17 +96,17 @@ def narrowed(mask: Tensor) -> Tensor:
     return mask[tuple(one)]
 
 
-def counted(kept: Tensor) -> Tensor:
+def count_true(kept: Tensor) -> Tensor:
     """Return the number of true entries in each row, int32; five times faster than summing bools."""
     return kept.view(torch.uint8).sum(-1, dtype=torch.int32)
 
 
-def told(true: Tensor) -> bool:
+def is_true_on_cpu(true: Tensor) -> bool:
     """Return whether a tensor on the CPU is true; False on another device, for which we do not wait."""
     return true.device.type == "cpu" and bool(true)
 
 
-def allowed_keys(part: AttentionCall) -> Tensor:
+def allowed_mask(part: AttentionCall) -> Tensor:
     """Return the keys that each query attends to without the mask, (B, H, Lq, Lk) bool."""
     size = (*part.q.shape[:3], part.k.shape[2])
     allowed = torch.ones((), dtype=torch.bool, device=part.q.device) if part.allowed is None else part.allowed
@@ -133,7 +134,7 @@ def ordered(rows: Tensor, order: Tensor | None) -> Tensor:
     return rows if order is None else rows.gather(-1, order[:, None, None].expand_as(rows))
 
 
-def largest(values: Tensor, k: Tensor) -> Tensor:
+def mark_largest(values: Tensor, k: Tensor) -> Tensor:
     """Return which values are among the k largest of their row, k by head; the first of equal ones, never -inf."""
     length = values.shape[-1]
     if values.device.type != "cpu":  # to look for equal values would wait for the device
@@ -141,7 +142,7 @@ def largest(values: Tensor, k: Tensor) -> Tensor:
         ranked = (torch.arange(length, device=k.device) < k).expand(values.shape)
         return torch.zeros_like(ranked).scatter_(-1, places, ranked) & (values != -torch.inf)
     kept = ~(values < _bound(values, k.clamp(max=length)))  # NaN counts as the largest
-    doubtful = counted(kept) > k[..., 0]  # some of equal values must go
+    doubtful = count_true(kept) > k[..., 0]  # some of equal values must go
     if bool(doubtful.any()):
         number = k[..., 0].expand(doubtful.shape)[doubtful][:, None]
         count = min(int(number.max()), length - 1)
@@ -156,7 +157,8 @@ def largest(values: Tensor, k: Tensor) -> Tensor:
 
 def _bound(values: Tensor, k: Tensor) -> Tensor:
     """Return each row's k-th largest value (…, 1), at least the lowest finite number; +inf where k is 0."""
-    length, whole = values.shape[-1], sorted(set(k.flatten().tolist()) - {0})
+    length = values.shape[-1]
+    whole = sorted(set(k.flatten().tolist()) - {0})
     array = values.detach().numpy()  # NumPy sorts with vector instructions
     if length > _SORTED and len(whole) == 1:
         ordered = torch.from_numpy(np.partition(array, length - whole[0], -1))
@@ -174,7 +176,7 @@ def integers(*numbers: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Reach:
+class QueryReach:
     """What the queries of a call see."""
 
     real: Tensor  # keys that some query sees, (B or 1, Lk) bool
@@ -182,20 +184,23 @@ class Reach:
     later: bool  # whether a query sees a key behind its own position
 
 
-def reach_of(call: AttentionCall) -> Reach:
+def query_reach(call: AttentionCall) -> QueryReach:
     """Return what the queries of a call see."""
-    queries, length, device, first = call.q.shape[2], call.k.shape[2], call.q.device, call.first_query
+    queries = call.q.shape[2]
+    length = call.k.shape[2]
+    device = call.q.device
+    first = call.first_query
     if call.allowed is None and call.selected is None:
         seen = min(length, first + queries) if call.causal else length
         in_step = first + queries <= length and (call.causal or (queries == 1 and first == length - 1))
-        return Reach(
+        return QueryReach(
             (torch.arange(length, device=device) < seen)[None], in_step, first < seen - 1 and not call.causal
         )
     parts = [(allowed.any(1).any(1), allowed.any(0).any(0)) for allowed in allowed_rows(call)]
     last = (joined([seen for _, seen in parts], 0) * torch.arange(1, length + 1, device=device)).amax(-1) - 1
     places = torch.arange(first, first + queries, device=device)
     real = torch.stack([real for real, _ in parts]).any(0)
-    return Reach(real, torch.equal(last, places), bool((last > places).any()))
+    return QueryReach(real, torch.equal(last, places), bool((last > places).any()))
 
 
 def is_square(call: AttentionCall) -> bool:

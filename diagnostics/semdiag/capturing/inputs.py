@@ -24,8 +24,8 @@ from semdiag_models.checkpoint import read_plain
 from semdiag_models.text import read_lines
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
-# Largest number of characters per token, plus a margin, to tokenise: no tokenizer needs more.
-_CHARACTERS, _MARGIN = 32, 10_000
+_CHARACTERS = 32  # most characters per token to tokenise, beside a margin: no tokenizer needs more
+_MARGIN = 10_000
 _UNKNOWN = "\ufffd"  # what decoders write for invalid bytes
 
 
@@ -35,7 +35,9 @@ class Tokeniser:
     def __init__(self, spec: str, tokenizer: Any, model: nn.Module, most: int | None = None) -> None:
         self.takes = _longest(tokenizer, model)
         self.longest = min((n for n in (self.takes, most) if n is not None), default=None)
-        self._spec, self._tokenizer, self._config = spec, tokenizer, getattr(model, "config", None)
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._config = getattr(model, "config", None)
         table = batches.named_embedding(model)
         self._known = table.num_embeddings if isinstance(table, nn.Embedding) else None
         if getattr(self._config, "summary_type", None) != "last":
@@ -263,7 +265,8 @@ def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeni
 
 
 def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions) -> Tensor | None:
-    named, where = given.labels, path
+    named = given.labels
+    where = path
     if options.labels is not None:
         where = options.labels
         named = [int(line) if _NUMBER.fullmatch(line) else line for line in read_lines(where)[0]]
@@ -283,7 +286,8 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
             "classes out, or name a model with a classification head."
         )
     config = getattr(model.module, "config", None)
-    known, classes = getattr(config, "label2id", None) or {}, getattr(config, "num_labels", None)
+    known = getattr(config, "label2id", None) or {}
+    classes = getattr(config, "num_labels", None)
     unknown = [name for name in named if isinstance(name, str) and name not in known]
     if unknown:
         names = ", ".join(map(str, sorted(known, key=lambda name: int(known[name]))[:10])) or "none"
@@ -358,7 +362,7 @@ def _read(path: Path) -> Any:
     if path.suffix == ".pt":
         content = read_plain(path)
         for batch in content if isinstance(content, list | tuple) else (content,):
-            for tensor in batches.tensors(batch) if isinstance(batch, Tensor | Mapping | list | tuple) else ():
+            for tensor in batches.tensors_of(batch) if isinstance(batch, Tensor | Mapping | list | tuple) else ():
                 size = tensor.numel() * tensor.element_size()  # a file of a kilobyte may expand to 10¹² numbers
                 require_memory(size, f"{path}: a tensor of shape {tuple(tensor.shape)}")
         return content

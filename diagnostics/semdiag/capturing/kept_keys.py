@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semdiag.capturing import call_strips
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import Reach, Strip, counted, narrowed, told
+from semdiag.capturing.call_strips import QueryReach, Strip, count_true, is_true_on_cpu, narrowed
 from semdiag.capturing.rules import Keep, RandomK, Rule, SameAs, SkipTiles, TopK, TopP
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate, TileSums, block_scores
 from semdiag_files import InputError
@@ -18,7 +18,7 @@ _AT_ONCE = 2**19  # scores held at a time on a CPU, where they stay near the pro
 _BAND = 64, 256  # least and most queries of a strip that looks at a band of keys
 
 
-class Table(NamedTuple):
+class GroupedMask(NamedTuple):
     """Groups of keys that groups of queries keep."""
 
     kept: Tensor  # (B or 1, H or 1, R, C) bool
@@ -29,7 +29,8 @@ class Table(NamedTuple):
         """Return which keys are kept, (b or 1, h or 1, r, n) bool."""
         batch = max(map(len, self))
         kept, rows, columns = (x.expand(batch, *x.shape[1:])[samples] for x in self)
-        rows, columns = rows[:, queries], columns[:, keys]
+        rows = rows[:, queries]
+        columns = columns[:, keys]
         kept = kept.gather(2, rows[:, None, :, None].expand(*kept.shape[:2], -1, kept.shape[3]))
         return kept.gather(3, columns[:, None, None].expand(*kept.shape[:3], -1))
 
@@ -37,11 +38,15 @@ class Table(NamedTuple):
 class Tiles:
     """Tiles of a call's queries, and blocks of its keys."""
 
-    def __init__(self, call: AttentionCall, reach: Reach, query_block: int, block: int, moved: bool) -> None:
-        self.call, self.query_block, self.block = call, query_block, block
+    def __init__(self, call: AttentionCall, reach: QueryReach, query_block: int, block: int, moved: bool) -> None:
+        self.call = call
+        self.query_block = query_block
+        self.block = block
         self.kept: Tensor | None = None  # (B, 1 or H, T, N) bool
         self.found: TileSums | None = None  # from which they were chosen
-        queries, length, device = call.q.shape[2], call.k.shape[2], call.q.device
+        queries = call.q.shape[2]
+        length = call.k.shape[2]
+        device = call.q.device
         if max(query_block, block) > length:
             raise InputError(f"A tile of {query_block} by {block} is larger than a text of {length} tokens.")
         # Position of the first key that is not padding, and the number of each key's block, (B or 1, …) int64.
@@ -49,7 +54,8 @@ class Tiles:
         self.end = length - reach.real.flip(-1).int().argmax(-1)  # position behind the last such key
         self.of_keys = (torch.arange(length, device=device) - self.first[:, None]) % length // block
         itself = reach.in_step or call_strips.is_square(call)
-        self.tiles, places = -(-queries // query_block), torch.arange(queries, device=device)
+        self.tiles = -(-queries // query_block)
+        places = torch.arange(queries, device=device)
         numbers = (places - self.first[:, None] * itself).div(query_block, rounding_mode="floor")
         places = (places + call.first_query).clamp(max=length - 1)
         if itself:  # a query whose own key nobody sees is padding
@@ -61,7 +67,8 @@ class Tiles:
             None  # (B or 1, T, N) bool, blocks of the tiles' positions; None: later keys are seen
         )
         if itself and not reach.later:
-            batch, count = max(len(numbers), len(self.of_keys)), -(-length // block)
+            batch = max(len(numbers), len(self.of_keys))
+            count = -(-length // block)
             at = numbers.expand(batch, -1) * count + self.of_keys[:, places].expand(batch, -1)
             own = torch.zeros(batch, (self.tiles + 1) * count, dtype=torch.bool, device=device)
             self.own = own.scatter_(1, at, True).view(batch, self.tiles + 1, count)[:, :-1]
@@ -71,16 +78,16 @@ class Tiles:
         call, (batch, heads), like = self.call, self.call.q.shape[:2], self.call.q.new_empty(0, dtype=self._dtype)
         sums = TileSums.zeros(like, batch, heads, self.tiles + 1, -(-call.k.shape[2] // self.block))
         for strip in choice.strips():
-            b, h = strip.samples, strip.heads
+            b = strip.samples
+            h = strip.heads
             allowed = choice.allowed(strip)
             size = (b.stop - b.start, h.stop - h.start, *allowed.shape[2:])
             scores = choice.scores(strip) if exact else like.new_zeros(size)
-            scores, order = scores.masked_fill_(~allowed, -torch.inf), choice.order(strip)
+            scores = scores.masked_fill_(~allowed, -torch.inf)
+            order = choice.order(strip)
             numbers = self.of_queries.expand(batch, -1)[b, strip.queries]
-            part, sinks = (
-                TileSums(*(x[b, h] for x in vars(sums).values())),
-                None if call.sinks is None else call.sinks[h],
-            )
+            part = TileSums(*(x[b, h] for x in vars(sums).values()))
+            sinks = None if call.sinks is None else call.sinks[h]
             part.add_(call_strips.ordered(scores, order), numbers, self.block, sinks)
         return sums
 
@@ -106,18 +113,20 @@ class Tiles:
         if sets < heads:
             several, together = (x.reshape(len(x), sets, -1, *x.shape[2:]) for x in (values, seen))
             values = several.amax(2) if by == "best" else several.where(together, 0).mean(2)
-            seen, counts = together.any(2), counts[:1]
+            seen = together.any(2)
+            counts = counts[:1]
             values = values.masked_fill(~seen, -torch.inf)
         if self.own is None:
-            kept = call_strips.largest(values, counts)
+            kept = call_strips.mark_largest(values, counts)
         else:
             own = self.own[:, None] & seen
-            kept = own | call_strips.largest(values.masked_fill(own, torch.finfo(values.dtype).max), counts)
+            kept = own | call_strips.mark_largest(values.masked_fill(own, torch.finfo(values.dtype).max), counts)
         return kept.repeat_interleave(heads // sets, 1) if 1 < sets < heads else kept
 
     def estimates(self, estimate: str | Estimate) -> Tensor:
         """Return the estimated scores of blocks, (B, H, T, N), text by text without its padding."""
-        call, compute = self.call, ESTIMATES[estimate] if isinstance(estimate, str) else estimate
+        call = self.call
+        compute = ESTIMATES[estimate] if isinstance(estimate, str) else estimate
         (batch, heads), length, causal = call.q.shape[:2], call.k.shape[2], self.own is not None
         size = (batch, heads, self.tiles, -(-length // self.block))
         found = call.q.new_full(size, -torch.inf, dtype=self._dtype)
@@ -137,11 +146,11 @@ class Tiles:
             found[sample, :, : shape[1], : shape[2]] = _checked(estimate, scores, shape)
         return found
 
-    def table(self, heads: slice) -> Table:
+    def table(self, heads: slice) -> GroupedMask:
         """Return the kept blocks of some heads; padded queries keep all."""
         assert self.kept is not None
         kept = self.kept[:, heads] if self.kept.shape[1] > 1 else self.kept
-        return Table(F.pad(kept, (0, 0, 0, 1), value=True), self.of_queries, self.of_keys)
+        return GroupedMask(F.pad(kept, (0, 0, 0, 1), value=True), self.of_queries, self.of_keys)
 
 
 def _checked(estimate: str | Estimate, scores: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -158,8 +167,10 @@ class Choice:
     """The keys that a rule keeps in one call: strip by strip of its queries, or all at once."""
 
     def __init__(self, rule: Rule, call: AttentionCall, chosen: Tensor | None = None, keep: bool = False) -> None:
-        heads, length = call.q.shape[1], call.k.shape[2]
-        self.rule, self.call = rule, call
+        heads = call.q.shape[1]
+        length = call.k.shape[2]
+        self.rule = rule
+        self.call = call
         # Kept for their position: those so many places before and behind a query; first keys, (B or 1, Lk) bool.
         self.near: tuple[int, int] | None = None
         self.sinks: Tensor | None = None
@@ -174,12 +185,14 @@ class Choice:
         self.whole |= isinstance(rule, TopP) and rule.p == 1
         self._order: Tensor | None = None
         self.tiles: Tiles | None = None
-        self._draws, self._drawn = torch.Generator(), ((slice(0), slice(0)), torch.empty(0))
+        self._draws = torch.Generator()
+        self._drawn = ((slice(0), slice(0)), torch.empty(0))
         self._k = call_strips.integers(*self.counts, device=call.q.device)[:, None, None]
         grouped = isinstance(rule, TopK) and rule.shared == "group" and not self.whole
         self.key_heads = call_strips.different_key_heads(call.k) if grouped else call.k.shape[1]
         # A choice that later layers use is held as a mask, (B, 1 or H, Lq, Lk) bool.
-        self._reused, self.chosen = chosen is not None, chosen
+        self._reused = chosen is not None
+        self.chosen = chosen
         if self.whole or self._reused:
             return
         if keep:
@@ -187,7 +200,7 @@ class Choice:
             self.chosen = torch.zeros(size, dtype=torch.bool, device=call.q.device)
         tiled = isinstance(rule, SkipTiles) or getattr(rule, "query_block", 1) > 1
         if tiled or (isinstance(rule, TopK | RandomK) and (self._block > 1 or rule.sinks or rule.window)):
-            reach = call_strips.reach_of(call)
+            reach = call_strips.query_reach(call)
             blocked = tiled or self._block > 1
             hidden = call.keys_before > 0 or (call.first_query > 0 and not bool(reach.real[:, 0].all()))
             if blocked and hidden:
@@ -201,9 +214,10 @@ class Choice:
                 self.tiles = Tiles(call, reach, rule.query_block, rule.block, self._order is not None)
                 self.tiles.kept = self.tiles.chosen(rule, self)
 
-    def _fix(self, rule: TopK | RandomK, reach: Reach) -> None:
+    def _fix(self, rule: TopK | RandomK, reach: QueryReach) -> None:
         """Find the first keys, and how far before and behind a query keys are kept, for their position alone."""
-        call, real = self.call, reach.real
+        call = self.call
+        real = reach.real
         if rule.sinks:  # a key that some query sees is not padding
             whole = call.allowed is None and call.selected is None
             if not whole and call.q.shape[2] < real.shape[1] and not bool(real[:, 0].all()):
@@ -246,11 +260,11 @@ class Choice:
         blocks = self._block > 1 and not self.by_position
         return plain and (self._reused or self.tiles is not None or blocks)
 
-    def table(self) -> Table:
+    def table(self) -> GroupedMask:
         """Return which groups of keys groups of queries keep, beside keys kept for their position."""
         queries, keys = (torch.arange(x.shape[2], device=x.device)[None] for x in (self.call.q, self.call.k))
         if self._reused and self.chosen is not None:
-            return Table(self.chosen.to(keys.device), queries, keys)
+            return GroupedMask(self.chosen.to(keys.device), queries, keys)
         if self.tiles is not None:
             return self.tiles.table(slice(None))
         size = (*self.call.q.shape[:3], -(-keys.shape[1] // self._block))
@@ -261,13 +275,14 @@ class Choice:
             own = F.pad(own, (0, size[3] * self._block - own.shape[3]))
             kept[strip.samples, strip.heads, strip.queries] = torch.unflatten(own, 3, (-1, self._block)).any(-1)
         places = keys if self._order is None else self._order.argsort(-1)
-        return Table(kept, queries, places // self._block)
+        return GroupedMask(kept, queries, places // self._block)
 
     def strips(self, banded: bool = False) -> Iterator[Strip]:
         """Yield strips that cover the call: rows of scores, or only the keys near their queries and sinks."""
         call = self.call
         batch, all_heads, queries, _ = call.q.shape
-        length, elsewhere = call.k.shape[2], call.q.device.type != "cpu"
+        length = call.k.shape[2]
+        elsewhere = call.q.device.type != "cpu"
         most = call_strips.AT_ONCE_ELSEWHERE if elsewhere else _AT_ONCE
         heads = 1 if isinstance(self.rule, RandomK) else all_heads  # draws follow one another, head by head
         banded = banded and self.by_position and self.near is not None and call.selected is None
@@ -293,7 +308,8 @@ class Choice:
 
     def seen(self, rows: slice) -> slice:
         """Return the keys among which all are that some queries may see."""
-        call, length = self.call, self.call.k.shape[2]
+        call = self.call
+        length = self.call.k.shape[2]
         short = call.causal and self._order is None and call.selected is None
         return slice(0, max(1, min(length, call.first_query + rows.stop)) if short else length)
 
@@ -310,12 +326,15 @@ class Choice:
 
     def allowed(self, strip: Strip) -> Tensor:
         """Return the keys that queries attend to without the mask, bool, broadcastable to the strip's scores."""
-        call, b, r, keys = self.call, strip.samples, strip.queries, strip.keys
+        call = self.call
+        b = strip.samples
+        r = strip.queries
+        keys = strip.keys
         if call.selected is not None:
             heads = call_strips.heads_of(call.selected, strip)
-            return narrowed(call_strips.allowed_keys(call.part(b, r)))[:, heads]
+            return narrowed(call_strips.allowed_mask(call.part(b, r)))[:, heads]
         allowed = call_strips.strip_part(call.allowed, strip)
-        places = call_strips.places_of(keys, call)
+        places = call_strips.key_positions(keys, call)
         if call.causal:
             own = torch.arange(r.start, r.stop, device=places.device) + call.first_query
             past = places <= own[:, None]
@@ -325,7 +344,10 @@ class Choice:
 
     def scores(self, strip: Strip) -> Tensor:
         """Return a strip's scores, (b, h, r, n), those of forbidden keys included."""
-        call, b, h, r = self.call, strip.samples, strip.heads, strip.queries
+        call = self.call
+        b = strip.samples
+        h = strip.heads
+        r = strip.queries
         dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         q = call.q[b, h, r].to(dtype)
         k = call_strips.key_heads(call.k, strip, call).to(dtype)
@@ -342,7 +364,7 @@ class Choice:
             own = self.sinks if len(self.sinks) == 1 else self.sinks[strip.samples]
             fixed = own[:, strip.keys][:, None, None]
         if self.near is not None:
-            places = call_strips.places_of(strip.keys, self.call)
+            places = call_strips.key_positions(strip.keys, self.call)
             rows = torch.arange(strip.queries.start, strip.queries.stop, device=places.device)
             back = (rows + self.call.first_query)[:, None] - places
             near = ((back <= self.near[0]) & (back >= -self.near[1]))[None, None]
@@ -351,12 +373,15 @@ class Choice:
 
     def free(self, strip: Strip) -> Tensor:
         """Return the keys that may be chosen: allowed, and not kept for their position."""
-        allowed, fixed = self.allowed(strip), self.fixed(strip)
+        allowed = self.allowed(strip)
+        fixed = self.fixed(strip)
         return allowed if fixed is None else allowed & ~fixed
 
     def kept(self, strip: Strip, scores: Tensor | None, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """Return a strip's kept keys and their number in each row; some ``scores`` of others become -inf."""
-        fixed, b, r = self.fixed(strip), strip.samples, strip.queries
+        fixed = self.fixed(strip)
+        b = strip.samples
+        r = strip.queries
         chosen = self.chosen
         h = slice(None) if chosen is None else call_strips.heads_of(chosen, strip)
         if self._reused and chosen is not None:
@@ -371,11 +396,11 @@ class Choice:
                 kept = self._free(strip, scores, allowed, fixed)
             if fixed is not None:
                 kept = kept | (fixed & allowed)
-        number = counted(kept)
-        if not (strip.banded or told(number.all())):  # a query without any key keeps all
+        number = count_true(kept)
+        if not (strip.banded or is_true_on_cpu(number.all())):  # a query without any key keeps all
             bare = number == 0
             kept = kept | (allowed & bare[..., None])
-            number = counted(kept)
+            number = count_true(kept)
             if self.bare is None:
                 self.bare = torch.zeros(self.call.q.shape[:3], dtype=torch.bool, device=bare.device)
             self.bare[b, strip.heads, r] = bare & (number > 0)
@@ -385,10 +410,11 @@ class Choice:
 
     def _free(self, strip: Strip, scores: Tensor | None, allowed: Tensor, fixed: Tensor | None) -> Tensor:
         """Return the keys kept for their scores or by a draw, among those that are not kept for their position."""
-        k, free = self._k[strip.heads], allowed if fixed is None else allowed & ~fixed
+        k = self._k[strip.heads]
+        free = allowed if fixed is None else allowed & ~fixed
         if isinstance(self.rule, RandomK):
             drawn = self._priorities(self.rule, strip)[..., strip.keys]
-            return call_strips.largest(drawn.masked_fill(~free, -torch.inf), k) & free
+            return call_strips.mark_largest(drawn.masked_fill(~free, -torch.inf), k) & free
         assert scores is not None
         assert isinstance(self.rule, TopK | TopP)
         whole = None
@@ -396,7 +422,7 @@ class Choice:
             if getattr(self.rule, "shared", "head") != "head":
                 whole = scores.masked_fill(~allowed, -torch.inf).logsumexp(-1, keepdim=True)
             scores = scores.clone()
-        if told(scores.sum().isfinite()):  # adding -inf takes a fifth of the time
+        if is_true_on_cpu(scores.sum().isfinite()):  # adding -inf takes a fifth of the time
             limit = torch.zeros(free.shape, dtype=scores.dtype, device=scores.device)
             scores.add_(limit.masked_fill_(~free, -torch.inf))
         else:
@@ -421,11 +447,13 @@ class Choice:
             if call.sinks is not None:
                 whole = torch.logaddexp(whole, call.sinks[strip.heads].to(whole.dtype)[:, None, None])
             weights = (several - whole.view(*several.shape[:-1], 1)).exp()
-            weights, hidden = weights.nan_to_num(0).mean(2), several.amax(2) == -torch.inf
+            weights = weights.nan_to_num(0).mean(2)
+            hidden = several.amax(2) == -torch.inf
             # A weight that underflows must not become -inf, which means a hidden key.
             smallest = torch.finfo(weights.dtype).tiny
-            scores, k = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf), k[:1]
-        kept = call_strips.largest(block_scores(call_strips.ordered(scores, order), rule.block, rule.by), k)
+            scores = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf)
+            k = k[:1]
+        kept = call_strips.mark_largest(block_scores(call_strips.ordered(scores, order), rule.block, rule.by), k)
         if rule.block > 1:
             back = None if order is None else order.argsort(-1)
             kept = call_strips.ordered(kept.repeat_interleave(rule.block, -1)[..., :length], back)
@@ -437,7 +465,9 @@ class Choice:
 
     def _priorities(self, rule: RandomK, strip: Strip) -> Tensor:
         """Return random numbers for all keys, (h, r, Lk): one sequence over all strips of heads and queries."""
-        h, r, call = strip.heads, strip.queries, self.call
+        h = strip.heads
+        r = strip.queries
+        call = self.call
         if self._drawn[0] != (h, r):
             if h.start == r.start == 0:
                 self._draws.manual_seed(rule.seed * 100_003 + 1009 * call.layer + call.occurrence)
@@ -466,7 +496,8 @@ class SharedChoices:
 
     def choice(self, rule: Rule, call: AttentionCall) -> Choice:
         """Return the choice for a call; it may be an earlier layer's."""
-        every, donor = rule.every if isinstance(rule, TopK) else 1, self._first
+        every = rule.every if isinstance(rule, TopK) else 1
+        donor = self._first
         if isinstance(rule, SameAs):
             donor = self._donors.get(rule.layer)
             heads = 0 if donor is None or donor.chosen is None else donor.chosen.shape[1]
@@ -499,7 +530,7 @@ def all_kept(choice: Choice) -> tuple[Tensor, Tensor] | None:
         scores = None if choice.by_position else choice.scores(strip)
         part, _ = choice.kept(strip, scores, choice.allowed(strip))
         kept[strip.samples, strip.heads, strip.queries, strip.keys] = part  # a part may be one for all samples
-    allowed = narrowed(call_strips.allowed_keys(call.part()))
+    allowed = narrowed(call_strips.allowed_mask(call.part()))
     if not bool((allowed & ~kept).any()):
         return None
     some = allowed.any(-1, keepdim=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing import paper_code, pretrained
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES
-from semdiag.capturing.batches import whole_number, whole_numbers
+from semdiag.capturing.batches import as_whole_number, as_whole_numbers
 from semdiag.capturing.recording import replaced
 from semdiag.capturing.rules import TopK
 from semdiag_files import LARGEST_TEXT, InputError, read_bytes, read_json, require_memory, unknown_name
@@ -27,7 +27,7 @@ from semdiag_models.checkpoint import FORMAT, checkpoint_of, is_checkpoint, read
 Place = tuple[int, str]  # id of a module, and name of its parameter
 
 
-class Weights:
+class WeightsWatch:
     """Weights that calls of ``load_state_dict`` left out; it fills while the function runs."""
 
     def __init__(self) -> None:
@@ -80,9 +80,9 @@ def _places(model: nn.Module, twice: bool = False) -> list[tuple[Place, str, Ten
 
 
 @contextmanager
-def watched_weights() -> Iterator[Weights]:
+def watched_weights() -> Iterator[WeightsWatch]:
     """Watch every ``load_state_dict`` in the context."""
-    weights = Weights()
+    weights = WeightsWatch()
 
     def load(original: Any, module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         names = {str(name) for name in state_dict}
@@ -97,7 +97,7 @@ def watched_weights() -> Iterator[Weights]:
 _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
-def recognised(spec: str) -> bool:
+def names_factory(spec: str) -> bool:
     """Return whether a text names a factory, ``package.module:function``, and no file has that name."""
     return _SPEC.fullmatch(spec) is not None and not Path(spec).exists()
 
@@ -121,7 +121,7 @@ def imported_function(spec: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def build(spec: str) -> tuple[nn.Module, Any]:
+def call_factory(spec: str) -> tuple[nn.Module, Any]:
     """Import the user's module and call its factory. This runs the user's code."""
     factory = imported_function(spec)
     with _current_folder_first():
@@ -190,16 +190,18 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
         raise InputError(
             f"{path} is not a budget: semdiag k-sweep MODEL --rerun --budget FILE.json writes one ({SCHEMA})."
         )
-    budgets, wanted = content.get("budgets"), content.get("default") if name is None else name
+    budgets = content.get("budgets")
+    wanted = content.get("default") if name is None else name
     if not isinstance(budgets, dict) or not budgets:
         raise InputError(f"{path} holds no budget.")
     budget = budgets.get(wanted) if isinstance(wanted, str) else None
     if not isinstance(budget, dict):
         raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
     try:
-        block, layers = whole_number(budget["block"], "block"), budget["layers"]
-        rules = [TopK(whole_numbers(layer["k"], "k"), block=block) for layer in layers]
-        places = [(str(layer["module"]), whole_number(layer["occurrence"], "occurrence")) for layer in layers]
+        block = as_whole_number(budget["block"], "block")
+        layers = budget["layers"]
+        rules = [TopK(as_whole_numbers(layer["k"], "k"), block=block) for layer in layers]
+        places = [(str(layer["module"]), as_whole_number(layer["occurrence"], "occurrence")) for layer in layers]
         return dict(zip(places, rules, strict=True))
     except (KeyError, TypeError, ValueError):
         raise InputError(
@@ -428,11 +430,11 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = 
         if head not in pretrained.HEADS:
             raise InputError(f"head is {' or '.join(pretrained.HEADS)}. Got {head!r}.")
         if spec.startswith(pretrained.PREFIX):
-            model, digest, versions = pretrained.build(spec, head)
+            model, digest, versions = pretrained.load_pretrained(spec, head)
             return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
-        if recognised(spec):
+        if names_factory(spec):
             with watched_weights() as weights:
-                model, batches = build(spec)
+                model, batches = call_factory(spec)
             source = "python" if isinstance(model, Encoder) else "factory"
             return LoadedModel(
                 spec, "", in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
@@ -454,7 +456,7 @@ def load_all(
     return loaded
 
 
-def describe(model: LoadedModel) -> dict[str, Any]:
+def describe_model(model: LoadedModel) -> dict[str, Any]:
     """Return the architecture of a model, as far as it is known."""
     parameters = sum(p.numel() for p in model.module.parameters())
     if not model.external:
@@ -473,8 +475,8 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
         file /= "last.pt"
     refuse_other_kinds(file, [run.parent for run in _below(_folder()) if run.name == "last.pt"])
     content, digest = read_hashed(file)
-    if paper_code.recognised(content):
-        encoder, description = paper_code.build(file, content, config)
+    if paper_code.is_released_code(content):
+        encoder, description = paper_code.build_encoder(file, content, config)
         weights = weights_sha256(encoder.state_dict())
         return LoadedModel(str(path), digest, encoder, "paper code", weights_sha256=weights, **description)
     if not is_checkpoint(content):
@@ -492,7 +494,8 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     snapshot = {0: "initialisation"}.get(checkpoint.epoch, f"epoch {checkpoint.epoch}")
     if file.stem in ("last", "best"):
         snapshot = file.stem
-    training, module = checkpoint.training, checkpoint.build().with_exact_positions()
+    training = checkpoint.training
+    module = checkpoint.build().with_exact_positions()
     return LoadedModel(
         str(path), digest, module, "semdiag", snapshot, training.task_label, training.seed, checkpoint.epoch,
         training, checkpoint.history, checkpoint.provenance, weights_sha256=weights_sha256(checkpoint.state),

@@ -14,9 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import Strip, counted, integers, key_heads, products, strip_part, told
-from semdiag.capturing.kept_keys import Choice, Table, heaviest
-from semdiag.capturing.recording import Attended, Inputs, outside_all_modes, without_modes
+from semdiag.capturing.call_strips import (
+    Strip,
+    count_true,
+    integers,
+    is_true_on_cpu,
+    key_heads,
+    products,
+    strip_part,
+)
+from semdiag.capturing.kept_keys import Choice, GroupedMask, heaviest
+from semdiag.capturing.recording import Inputs, MaskedOutput, outside_all_modes, without_modes
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of
 from semdiag_files import InputError
@@ -76,7 +84,7 @@ def out_of_memory(error: Exception) -> str:
     return str(error).split(". ")[0].strip() + ". Take shorter inputs, fewer at a time, or a smaller dtype."
 
 
-def attended(choice: Choice, inputs: Inputs) -> Attended:
+def attended(choice: Choice, inputs: Inputs) -> MaskedOutput:
     """Return what queries gather from the keys that a choice keeps: by FlexAttention on a GPU, else in strips."""
     while fits_flex(choice, inputs):
         try:
@@ -88,12 +96,12 @@ def attended(choice: Choice, inputs: Inputs) -> Attended:
     return in_strips(choice, inputs)
 
 
-def in_strips(choice: Choice, inputs: Inputs) -> Attended:
+def in_strips(choice: Choice, inputs: Inputs) -> MaskedOutput:
     """Return the attention strip by strip: only a strip's scores are held, and the backward pass repeats them."""
     q = inputs[0]
     number = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
-        return Attended(_Strips.apply(*inputs, choice, number), number)
+        return MaskedOutput(_Strips.apply(*inputs, choice, number), number)
 
 
 class _Strips(torch.autograd.Function):
@@ -104,7 +112,9 @@ class _Strips(torch.autograd.Function):
         with outside_all_modes(q.device.type):
             for strip in choice.strips(banded=True):
                 strip, weights, kept = _weights(choice, strip)
-                b, h, r = strip.samples, strip.heads, strip.queries
+                b = strip.samples
+                h = strip.heads
+                r = strip.queries
                 number[b, h, r] = kept
                 mixed[b, h, r] = products(weights, key_heads(v, strip, choice.call).to(weights.dtype))
         ctx.choice = choice
@@ -124,7 +134,9 @@ class _Strips(torch.autograd.Function):
             dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
             for strip in choice.strips(banded=True):
                 strip, weights, _ = _weights(choice, strip)
-                b, h, r = strip.samples, strip.heads, strip.queries
+                b = strip.samples
+                h = strip.heads
+                r = strip.queries
                 out = given[b, h, r].to(dtype)
                 _add_keys(dv, strip, choice.call, weights, out)
                 slope = products(out, key_heads(v, strip, choice.call).to(dtype).mT)
@@ -156,13 +168,14 @@ def _written_out(choice: Choice, inputs: Inputs) -> Tensor:
 
 def _weights(choice: Choice, strip: Strip) -> tuple[Strip, Tensor, Tensor]:
     """Return a strip's weights, zero outside of the kept keys, and the numbers of these; the strip may widen."""
-    scores, allowed = choice.scores(strip), choice.allowed(strip)
+    scores = choice.scores(strip)
+    allowed = choice.allowed(strip)
     kept, number = choice.kept(strip, scores, allowed)
     # A query whose own key is hidden may have no near key: then it keeps all.
     some = strip.banded and choice.call.allowed is None
     if strip.banded and not some and not bool(number.all()):
         return _weights(choice, replace(strip, keys=choice.seen(strip.queries), banded=False))
-    some = some or told(number.all())
+    some = some or is_true_on_cpu(number.all())
     weights = scores.masked_fill_(~kept, -torch.inf).softmax(-1)
     return strip, weights if some else weights.masked_fill_((number == 0)[..., None], 0), number
 
@@ -199,13 +212,14 @@ class Thresholds(NamedTuple):
 
 def fits_flex(choice: Choice, inputs: Inputs) -> bool:
     """Return whether a call with its rule is FlexAttention's."""
-    q, rule = inputs[0], choice.rule
+    q = inputs[0]
+    rule = choice.rule
     able = q.is_cuda and q.dtype != torch.float64 and q.shape[2] >= _LEAST and len(FAILED) < 2
     small = math.prod(q.shape[:3]) * choice.call.k.shape[2] <= _LARGE * getattr(rule, "block", 1)
     return able and (choice.by_threshold or (choice.by_table and small))
 
 
-def flexible(choice: Choice, inputs: Inputs) -> Attended:
+def flexible(choice: Choice, inputs: Inputs) -> MaskedOutput:
     """Return the attention by FlexAttention."""
     q, k, v = inputs
     with outside_all_modes(q.device.type):
@@ -226,7 +240,7 @@ def flexible(choice: Choice, inputs: Inputs) -> Attended:
         several = q.shape[1] != k.shape[1]
         output = _flex(not FAILED)(q, k, v, modified, blocks, choice.call.scale, several)
     number = number if rows is None or rows.number is None else rows.number
-    return Attended(output, number, None if rows is None else rows.close.sum())
+    return MaskedOutput(output, number, None if rows is None else rows.close.sum())
 
 
 @cache
@@ -240,8 +254,10 @@ def _flex(dynamic: bool) -> Callable[..., Tensor]:
 
 def row_thresholds(choice: Choice) -> Thresholds:
     """Return the scores halfway between each row's k-th and next one; positions tell equal ones apart."""
-    call, most = choice.call, max(choice.counts)
-    p, number = getattr(choice.rule, "p", None), None
+    call = choice.call
+    most = max(choice.counts)
+    p = getattr(choice.rule, "p", None)
+    number = None
     if p is None and call.q.is_cuda and kernels.refusal(call.q, None, most) is None:
         free = call.allowed
         if choice.near is not None or choice.sinks is not None:
@@ -251,7 +267,8 @@ def row_thresholds(choice: Choice) -> Thresholds:
             free = ~fixed if free is None else free & ~fixed
         scores = Scores(call.q, call.k, call.scale, free, call.bias, None, call.causal, call.first_query)
         found = kernels.kernel_rows(scores, most, None, False)[0]
-        top, order = found["top"], found["order"]
+        top = found["top"]
+        order = found["order"]
     else:
         top = torch.empty(*call.q.shape[:3], most + 1, device=call.q.device)
         order = torch.empty(*call.q.shape[:3], most, dtype=torch.int32, device=call.q.device)
@@ -266,7 +283,8 @@ def row_thresholds(choice: Choice) -> Thresholds:
             count = heaviest(values, p).sum(-1, keepdim=True)
             at_last = (count - 1).clamp(min=0)
             top[at] = values.gather(-1, torch.cat([at_last, count], -1))
-            order[at], number[at] = places.gather(-1, at_last).int(), count[..., 0].int()
+            order[at] = places.gather(-1, at_last).int()
+            number[at] = count[..., 0].int()
     k = integers(*choice.counts, device=top.device)[:, None, None].expand(*top.shape[:3], 1)
     last, after = (top.gather(-1, rank)[..., 0] for rank in ((k - 1).clamp(min=0), k))
     place = order.gather(-1, (k - 1).clamp(min=0))[..., 0]
@@ -298,31 +316,39 @@ _Layout = tuple[Tensor, Tensor | None, Any]
 _LAYOUTS: dict[tuple[Any, ...], _Layout] = {}  # the last ones of calls without a mask of their own
 
 
-def _layout(choice: Choice, table: Table | None) -> _Layout:
+def _layout(choice: Choice, table: GroupedMask | None) -> _Layout:
     """Return the numbers of kept keys, and FlexAttention's mask: what the call allows, or positions keep of it."""
-    call, rule = choice.call, choice.rule
+    call = choice.call
+    rule = choice.rule
     sinks = getattr(rule, "sinks", 0)
     key = (*choice.counts, choice.near, sinks, call.q.shape, call.k.shape[2], call.first_query, call.causal)
     key = (*key, call.q.device)
     cached = call.allowed is None and table is None
     if cached and key in _LAYOUTS:
         return _LAYOUTS[key]
-    length, k = call.k.shape[2], integers(*choice.counts, device=call.q.device)[:, None].int()
+    length = call.k.shape[2]
+    k = integers(*choice.counts, device=call.q.device)[:, None].int()
     heads = 1 if table is None else table.kept.shape[1]
     step = max(1, _AT_ONCE // (length * len(call.q) * heads) // _BLOCK) * _BLOCK
-    numbers, bares, some, every = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    numbers = list[Tensor]()
+    bares = list[Tensor]()
+    some = list[Tensor]()
+    every = list[Tensor]()
     for start in range(0, call.q.shape[2], step):
         rows = slice(start, min(start + step, call.q.shape[2]))
         strip = Strip(slice(None), slice(0, call.q.shape[1]), rows, slice(0, length))
-        seen, fixed = choice.allowed(strip), choice.fixed(strip)
-        keys = counted(seen)
+        seen = choice.allowed(strip)
+        fixed = choice.fixed(strip)
+        keys = count_true(seen)
         fixed = None if fixed is None else fixed & seen
         if table is not None:
             kept = table.part(slice(None), rows, slice(None)) & seen
             fixed = kept if fixed is None else fixed | kept
         chosen = choice.by_position or table is not None
         number = (
-            k.minimum(keys) if fixed is None else counted(fixed) + k.minimum(keys - counted(fixed)) * (not chosen)
+            k.minimum(keys)
+            if fixed is None
+            else count_true(fixed) + k.minimum(keys - count_true(fixed)) * (not chosen)
         )
         without = number == 0  # a query without any key keeps all
         if chosen and fixed is not None:
@@ -337,7 +363,8 @@ def _layout(choice: Choice, table: Table | None) -> _Layout:
     bare = None if cached else torch.cat(bares, 2)
     from torch.nn.attention.flex_attention import BlockMask
 
-    listed, visible = (*_listed(torch.cat(some, 2)), *_listed(torch.cat(every, 2))), _mask_mod(choice, bare, table)
+    listed = (*_listed(torch.cat(some, 2)), *_listed(torch.cat(every, 2)))
+    visible = _mask_mod(choice, bare, table)
     sizes: dict[str, Any] = {"BLOCK_SIZE": _BLOCK, "seq_lengths": (call.q.shape[2], length)}
     blocks = BlockMask.from_kv_blocks(*listed, mask_mod=visible, **sizes)
     found = torch.cat(numbers, 2), bare, blocks
@@ -358,10 +385,12 @@ def _at(values: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return None if values is None else part_of(values, slice(None), slice(None)).expand(shape)  # type: ignore[union-attr]
 
 
-def _mask_mod(choice: Choice, bare: Tensor | None, table: Table | None) -> Callable[..., Tensor]:
+def _mask_mod(choice: Choice, bare: Tensor | None, table: GroupedMask | None) -> Callable[..., Tensor]:
     call = choice.call
-    size, causal = (*call.q.shape[:3], call.k.shape[2]), call.causal
-    allowed, near = _at(call.allowed, size), _near(choice)
+    size = (*call.q.shape[:3], call.k.shape[2])
+    causal = call.causal
+    allowed = _at(call.allowed, size)
+    near = _near(choice)
     positions = near if choice.by_position or table is not None else None
     kept, rows, columns = (None,) * 3 if table is None else table
     if kept is not None and rows is not None and columns is not None:
@@ -388,7 +417,8 @@ def _mask_mod(choice: Choice, bare: Tensor | None, table: Table | None) -> Calla
 
 def _score_mod(choice: Choice, rows: Thresholds | None) -> Callable[..., Tensor] | None:
     call = choice.call
-    bias, near = _at(call.bias, (*call.q.shape[:3], call.k.shape[2])), _near(choice)
+    bias = _at(call.bias, (*call.q.shape[:3], call.k.shape[2]))
+    near = _near(choice)
     if rows is None and bias is None:
         return None
     high, low, place = (None,) * 3 if rows is None else rows[:3]
@@ -408,7 +438,9 @@ def _score_mod(choice: Choice, rows: Thresholds | None) -> Callable[..., Tensor]
 
 def _near(choice: Choice) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Return whether keys are kept for their position, as a function of sample, query and key; None: none is."""
-    call, near, sinks = choice.call, choice.near, choice.sinks
+    call = choice.call
+    near = choice.near
+    sinks = choice.sinks
     if near is None and sinks is None:
         return None
     numbers = integers(call.first_query, *(near or (0, 0)), device=call.q.device)

@@ -47,7 +47,8 @@ def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
     if seen is None:
         return call.selected is not None
     by_some = (seen & queries[:, None, :, None]).any(2).any(1)
-    length, keys = mask.shape[1], by_some.shape[1]
+    length = mask.shape[1]
+    keys = by_some.shape[1]
     return not bool((by_some[:, :length] & ~mask).any()) or (
         length < keys and bool((by_some[:, keys - length :] == mask).all())
     )
@@ -119,7 +120,8 @@ def real_by_own_mask(call: AttentionCall) -> Tensor | None:
 
 
 Told = tuple[Tensor | None, str | None]  # which queries are real, (B, Lq) bool, and a remark; None for either
-NOT_APPLIED, NOT_APPLIED_CODE = "real is not applied here", "real-not-applied"  # start and code of a remark
+NOT_APPLIED = "real is not applied here"  # start of a remark
+NOT_APPLIED_CODE = "real-not-applied"
 OWN_KEY = "queries that may attend to no key, and to which no other query may attend, are taken for padding"
 NOT_MASKED = (
     "some samples begin with the padding token and no mask was given: it counts as queries and keys; give "
@@ -135,7 +137,8 @@ class Padding:
     """Follows the token masks that the running modules get."""
 
     def __init__(self, model: nn.Module, given: Tensor | None = None) -> None:
-        self.given, self.fitted = given, False
+        self.given = given
+        self.fitted = False
         self._model = model
         self._threads = threading.local()
         self._failed: str | None = None
@@ -192,7 +195,8 @@ class Padding:
         try:
             masks = token_masks(module, args, kwargs)
         except Exception as error:  # arguments may be anything
-            masks, self._failed = None, f"padding of the inputs: {failure(error)}"
+            masks = None
+            self._failed = f"padding of the inputs: {failure(error)}"
         if module is self._model:
             self._bare = masks is not None and self.given is None and _begins_bare(module, masks, args, kwargs)
         self._running.append(masks)
@@ -250,7 +254,8 @@ class Padding:
         return (None, None) if learned else (own, remark)
 
     def _by_masks(self, call: AttentionCall) -> Told:
-        remark, crossing = None, False
+        remark = None
+        crossing = False
         for masks in filter(None, reversed(self._running)):
             crossing |= masks.crossing
             for name, mask in masks.given.items():

@@ -28,12 +28,14 @@ _IN_NAME = {
 }  # fmt: skip
 
 
-def recognised(content: object) -> bool:
+def is_released_code(content: object) -> bool:
     """Return whether a file holds parameters with the names of the paper's released code."""
     return isinstance(content, dict) and _MARK in content
 
 
-def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -> tuple[Encoder, dict[str, Any]]:
+def build_encoder(
+    path: Path, state: dict[str, Any], config: Mapping[str, Any] | None
+) -> tuple[Encoder, dict[str, Any]]:
     """Build our encoder with the parameters of a released-code checkpoint."""
     known = _from_name(path.name) | dict(config or {})
     missing = [name for name in ("mask_type", "mask_size", "n_heads") if name not in known]
@@ -69,7 +71,8 @@ def _check_tensors(path: Path, state: dict[str, Any]) -> None:
         if tensor.ndim != _AXES.get(name, tensor.ndim) or not tensor.numel():
             shape = tuple(tensor.shape)
             raise InputError(f"{path}: {name!r} has shape {shape}, which does not fit the paper's code.")
-    positions, width = tuple(state[_POSITIONS].shape), state["embedding.weight"].shape[1]
+    positions = tuple(state[_POSITIONS].shape)
+    width = state["embedding.weight"].shape[1]
     if positions != (1, positions[1], width):
         raise InputError(f"{path}: {_POSITIONS!r} has shape {positions}, which does not fit the width {width}.")
 
@@ -95,7 +98,8 @@ def _number(text: str) -> int | float | str:
 
 
 def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelConfig:
-    size, heads = known["mask_size"], known["n_heads"]
+    size = known["mask_size"]
+    heads = known["n_heads"]
     mask = "none" if size == -1 else str(known["mask_type"])
     if mask not in _MASKS:
         why = _RANDOM if mask == "rnd" else f"uses mask {mask!r}"
@@ -103,12 +107,14 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
     cls = str(known.get("nocls", True)) != "True"
     if not isinstance(heads, int) or heads < 1:
         raise InputError(f"{path}: n_heads must be a positive whole number. Got {heads!r}.")
-    extra, ids = known.get("ngtk", 0), min(state["embedding.weight"].shape[0], state[_POSITIONS].shape[1])
+    extra = known.get("ngtk", 0)
+    ids = min(state["embedding.weight"].shape[0], state[_POSITIONS].shape[1])
     if not isinstance(extra, int) or not 0 <= extra < ids:
         raise InputError(f"{path}: ngtk must be a number of global tokens, less than {ids}. Got {extra!r}.")
     if cls and extra:
         raise InputError(f"{path} has CLS and {extra} global tokens, which the paper's code refuses together.")
-    embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
+    embedding = state["embedding.weight"]
+    expand = state[_BLOCK.format(0) + "ffn.0.weight"]
     numbers = (re.match(r"encoder\.transformer\.(\d{1,6})\.", str(name)) for name in state)
     values = {
         "vocabulary_size": embedding.shape[0] - extra - cls, "classes": state["linear.weight"].shape[0],
@@ -132,7 +138,8 @@ def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor
         for part in ("weight", "bias"):
             ours[f"head.{part}"] = state[f"linear.{part}"]
             for i in range(blocks):
-                theirs, block = _BLOCK.format(i), f"blocks.{i}."
+                theirs = _BLOCK.format(i)
+                block = f"blocks.{i}."
                 projections = [state[f"{theirs}attention.W_{x}.{part}"] for x in "qkv"]
                 ours[f"{block}attention.qkv.{part}"] = torch.cat(projections)
                 ours[f"{block}attention.out.{part}"] = state[f"{theirs}attention.W_o.{part}"]

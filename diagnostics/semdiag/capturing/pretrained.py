@@ -18,7 +18,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from semdiag_files import InputError, counted, open_file, read_json
 
 _LARGEST_HEADER = 16 * 2**20  # bytes, enough for 100,000 tensors
-_FACTOR, _MORE = 3, 10**7  # allowance for tied weights, which count twice, and for heads and poolers
+_FACTOR = 3  # allowance for tied weights, which count twice
+_MORE = 10**7  # and for heads and poolers
 _NUMBERS = {"F64", "F32", "F16", "BF16", "C64", "C128", "I64", "BOOL"}  # of each element a number or a position
 _WHOLE = {"U8", "I16", "U16", "I32", "U32", "U64"}  # of packed numbers, or of masks and positions in buffers
 _PACKED = "weight", "blocks", "W_q", "qdata", "qzeros"  # parts of the names of packed weights
@@ -54,7 +55,8 @@ def check_sizes(spec: str, folder: Path, config: Any, weights: Sequence[Path], k
     hook = register_module_parameter_registration_hook(count)
     try:
         transformers = transformers_for(spec)
-        auto, places = transformers.AutoModel, {"local_files_only": True, "trust_remote_code": False}
+        auto = transformers.AutoModel
+        places = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(folder, **places)
         with torch.device("meta"):
             (kind.from_config if kind is auto else kind)(config)
@@ -73,7 +75,8 @@ def quantised_tensor(weights: Sequence[Path]) -> str:
     """Return the name and declared type of a tensor of packed or scaled numbers; empty if there is none."""
     for path in weights:
         for name, entry in _header(path).items():
-            kind, short = str(entry.get("dtype")), name.rsplit(".", 1)[-1]
+            kind = str(entry.get("dtype"))
+            short = name.rsplit(".", 1)[-1]
             if kind not in _NUMBERS and (kind not in _WHOLE or any(part in short for part in _PACKED)):
                 return f"{name} of type {kind}"
     return ""
@@ -173,7 +176,7 @@ def _copy_in_cache(name: str) -> str:
     return ""
 
 
-def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:
+def load_pretrained(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:
     """Build the model that a folder describes, with its weights, offline."""
     folder = find_folder(spec)
     transformers = transformers_for(spec)
@@ -203,14 +206,15 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
     return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
 
 
-_WHOLE_MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 def _weights_of(spec: str, folder: Path, config: Any, kind: type) -> list[Path]:
     """Return the files from which the library reads the weights, all inside the folder."""
     first = config.get("transformers_weights") if isinstance(config, dict) else None
     if first is None:
-        first = next((name for name in (_WHOLE_MODEL, _INDEX) if (folder / name).is_file()), None)
+        first = next((name for name in (_SINGLE_FILE, _INDEX) if (folder / name).is_file()), None)
     if first is None:
         raise _without_weights(spec, folder, kind)
     names = [first]
@@ -286,7 +290,8 @@ def transformers_for(spec: str) -> Any:
 def silent(transformers: Any) -> Iterator[None]:
     """Silence the library's progress bars and reports; restore its settings afterwards."""
     logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

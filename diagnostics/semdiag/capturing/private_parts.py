@@ -44,7 +44,8 @@ def checkpointed() -> bool:
     """Return whether torch.utils.checkpoint runs this forward pass and will run it again."""
     if not torch.is_grad_enabled() and own_backward() is None:
         return False
-    frame, home = sys._getframe(1), vars(torch.utils.checkpoint)
+    frame = sys._getframe(1)
+    home = vars(torch.utils.checkpoint)
     while frame is not None and frame.f_globals is not home:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
@@ -63,7 +64,8 @@ def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # else a function mode sees every property access
             tracked = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
-        before, _RUNNING.names = _RUNNING.names, (*_RUNNING.names, *[cls.__name__] * tracked)
+        before = _RUNNING.names
+        _RUNNING.names = (*_RUNNING.names, *[cls.__name__] * tracked)
         try:
             return found(*args, **kwargs)
         finally:
@@ -96,7 +98,8 @@ def _own_gradients() -> bool:
 def _checkpoints() -> bool:
     """Return whether both kinds of activation checkpoints are seen from inside, and only from there."""
     # The wrapper imports a compiler.
-    run, seen = inspect.unwrap(torch.utils.checkpoint.checkpoint), [checkpointed()]
+    run = inspect.unwrap(torch.utils.checkpoint.checkpoint)
+    seen = [checkpointed()]
     x = torch.zeros(1, device="cpu", requires_grad=True)
 
     def inside(x: Tensor) -> Tensor:
@@ -113,7 +116,8 @@ def _checkpoints() -> bool:
 
 def _backward_passes() -> bool:
     """Return whether a backward pass is recognised, and nothing else."""
-    seen, x = [recording.in_backward()], torch.zeros(1, device="cpu", requires_grad=True)
+    seen = [recording.in_backward()]
+    x = torch.zeros(1, device="cpu", requires_grad=True)
     y = x.clone()
     y.register_hook(lambda grad: seen.append(recording.in_backward()))  # type: ignore[no-untyped-call]
     torch.autograd.grad(y.sum(), x)
@@ -197,13 +201,17 @@ def _library() -> Any:
 
 
 def _python_kernels() -> bool:
-    x, _ = torch.zeros(1, device="cpu"), _library()
-    ours, theirs = torch.ops.semdiag.identity.default, torch.ops.aten.exp.default
+    x = torch.zeros(1, device="cpu")
+    _library()
+    ours = torch.ops.semdiag.identity.default
+    theirs = torch.ops.aten.exp.default
     return python_kernel(ours, (x,), {}) is not None and python_kernel(theirs, (x,), {}) is None
 
 
 def _functions() -> bool:
-    x, w, b = torch.zeros(1, 1, 2, device="cpu"), torch.zeros(6, 2, device="cpu"), torch.zeros(6, device="cpu")
+    x = torch.zeros(1, 1, 2, device="cpu")
+    w = torch.zeros(6, 2, device="cpu")
+    b = torch.zeros(6, device="cpu")
     with torch.no_grad(), _Names() as mode:
         F.scaled_dot_product_attention(x, x, x)
         (x @ x.mT).softmax(-1)
@@ -247,7 +255,9 @@ def _without_all_modes() -> bool:
 
 def _hooks() -> bool:
     """Return whether hooks stand in the tables of a module, and of all, under the numbers of their handles."""
-    module, tables, handles = nn.Identity(), [], []
+    module = nn.Identity()
+    tables = []
+    handles = []
     for owner, name, kwargs in (
         (module, "_forward", {"with_kwargs": True}),
         (of_all_modules, "_global_forward", {}),
@@ -267,7 +277,8 @@ def _hooks() -> bool:
 
 
 def _storages() -> bool:
-    x, y = torch.zeros(2, device="cpu"), torch.zeros(2, device="cpu")
+    x = torch.zeros(2, device="cpu")
+    y = torch.zeros(2, device="cpu")
     return address(x) == address(x[1:]) != address(y)
 
 
@@ -291,7 +302,8 @@ def _threads() -> bool:
 
 def _caches() -> bool:
     """Return whether a cache tells the number of tokens before its keys."""
-    keys, cache = torch.zeros(1, 1, 2, 1, device="cpu"), sys.modules["transformers.cache_utils"].DynamicCache()
+    keys = torch.zeros(1, 1, 2, 1, device="cpu")
+    cache = sys.modules["transformers.cache_utils"].DynamicCache()
     with watched_caches():
         cache.update(keys, keys, 0)
         after = cache.update(keys, keys, 0)[0]
@@ -337,7 +349,7 @@ def broken_parts(model: nn.Module) -> list[str]:
     return broken
 
 
-def remarks_on(broken: Iterable[str]) -> list[Remark]:
+def remarks_on_parts(broken: Iterable[str]) -> list[Remark]:
     """Return a remark on each broken part."""
     return [
         Remark("", f"{_said(part)}: what is measured may be wrong or incomplete", "private-part")
@@ -345,7 +357,7 @@ def remarks_on(broken: Iterable[str]) -> list[Remark]:
     ]
 
 
-def refusal(broken: Iterable[str]) -> str:
+def mask_refusal(broken: Iterable[str]) -> str:
     """Return the reason why a mask is refused."""
     remedy = "Install a version of torch and transformers that works."
     return f"{'; '.join(map(_said, broken))}: masks or their gradients could be wrong. {remedy}"

@@ -31,7 +31,7 @@ TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors 
 Inputs = tuple[Tensor, Tensor, Tensor]  # queries, keys and values with their gradients
 
 
-class Attended(NamedTuple):
+class MaskedOutput(NamedTuple):
     """What queries gather from the keys that a mask keeps, in place of a fused function's output."""
 
     output: Tensor  # (B, H, Lq, Dv)
@@ -41,7 +41,7 @@ class Attended(NamedTuple):
 
 # From a call that is about to run, and its inputs if its function may be replaced, to its kept keys, bool
 # (B, H, Lq, Lk), or to the output with these keys; None: all keys.
-Mask = Callable[[AttentionCall, Inputs | None], Tensor | Attended | None]
+Mask = Callable[[AttentionCall, Inputs | None], Tensor | MaskedOutput | None]
 Consume = Callable[[AttentionCall], None]
 _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or async task
 
@@ -236,10 +236,10 @@ class Recorder(threading.local):
     def kept(self, call: AttentionCall) -> Tensor | None:
         """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all."""
         kept = self.masked(call, None)
-        assert not isinstance(kept, Attended)
+        assert not isinstance(kept, MaskedOutput)
         return kept
 
-    def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | Attended | None:
+    def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | MaskedOutput | None:
         """Return the keys that the mask keeps, or the output with them where the function may be replaced."""
         if self.watched.mask is None or _unusable(call):  # unusable calls are noted after they have run
             return None

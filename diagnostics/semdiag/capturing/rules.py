@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.batches import whole_number, whole_numbers
+from semdiag.capturing.batches import as_whole_number, as_whole_numbers
 from semdiag.mathematics.block_estimates import ESTIMATES, Estimate
 from semdiag_files import InputError, unknown_name
 
@@ -142,7 +142,7 @@ def Window(width: int, sinks: int = 0) -> TopK:  # noqa: N802 (reads as a kind o
         >>> Window(64, sinks=4) == TopK(0, sinks=4, window=60, centred=True)
         True
     """
-    if whole_number(width, "width") <= whole_number(sinks, "sinks"):
+    if as_whole_number(width, "width") <= as_whole_number(sinks, "sinks"):
         raise InputError(f"A window keeps its sinks and at least 1 key more. Got width={width}, sinks={sinks}.")
     return TopK(0, sinks, width - sinks, centred=True)
 
@@ -223,6 +223,6 @@ def rule_for(keep: Keep, call: AttentionCall) -> Rule:
 def _check(k: int | Sequence[int], sinks: int = 0, window: int = 0, **sizes: int) -> None:
     for least, named in ((0, {"sinks": sinks, "window": window}), (1, sizes)):
         for name, value in named.items():
-            whole_number(value, name, least)
-    if min(whole_numbers(k, "k", 0), default=0) == 0 and not sinks and not window:
+            as_whole_number(value, name, least)
+    if min(as_whole_numbers(k, "k", 0), default=0) == 0 and not sinks and not window:
         raise InputError(f"A mask must keep something: k of at least 1, sinks or a window. Got k={k}.")

@@ -18,14 +18,14 @@ from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped
-from semdiag.capturing.call_strips import counted, number_of_keys
+from semdiag.capturing.call_strips import count_true, number_of_keys
 from semdiag.capturing.kept_keys import SharedChoices, all_kept
-from semdiag.capturing.loading import imported_function, recognised
+from semdiag.capturing.loading import imported_function, names_factory
 from semdiag.capturing.masked_attention import as_computed, attended, out_of_memory, why_dense
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
-from semdiag.capturing.recording import Attended, Inputs, is_followed, outside_all_modes, undone
+from semdiag.capturing.recording import Inputs, MaskedOutput, is_followed, outside_all_modes, undone
 from semdiag.capturing.rules import Keep, RandomK, SkipTiles, TopK, TopP, Window, check_keep, rule_for
 from semdiag_files import InputError
 
@@ -116,7 +116,8 @@ class Masked:
             self._last = (kept, new) if call.queries is None else None
         place = call.module, call.occurrence
         if (old := self._counts.get(place)) is not None:
-            least, most = torch.minimum(old.least, new.least), torch.maximum(old.most, new.most)
+            least = torch.minimum(old.least, new.least)
+            most = torch.maximum(old.most, new.most)
             new = _Counts(old.layer, old.calls + 1, old.sums + new.sums, least, most)
         self._counts[place] = new
 
@@ -127,7 +128,8 @@ class Masked:
 
     def _remark_rows(self) -> None:
         """Remark rows in which a rule meant something else, or rounding could, and kernels that failed."""
-        remarks, close = self.audit.remarks, sum(map(int, self._close))
+        remarks = self.audit.remarks
+        close = sum(map(int, self._close))
         if close:
             text = "the last kept and the first dropped score are within rounding of each other"
             text = f"in {close:,} rows, {text}: there, the threshold may have kept the other one"
@@ -153,8 +155,10 @@ def engine_rule(kind: str, k: int) -> TopK | SkipTiles | None:
     tile = _TILE.fullmatch(kind)
     if tile is None or min(int(tile[1]), int(tile[2])) < 1:
         raise InputError(f"There is no kind of sparse attention {kind!r}. Kinds of engines: {ENGINE_KINDS}.")
-    query_block, block, name = int(tile[1]), int(tile[2]), tile[3]
-    estimate = imported_function(name) if name and recognised(name) else name
+    query_block = int(tile[1])
+    block = int(tile[2])
+    name = tile[3]
+    estimate = imported_function(name) if name and names_factory(name) else name
     return TopK(k // block, block=block, query_block=query_block, estimate=estimate) if k >= block else None
 
 
@@ -199,10 +203,13 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         [[0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 3.0, 6.0]]
     """
     check_keep(keep)
-    masked, own, padding, choices = Masked(), threading.get_ident(), Padding(model), SharedChoices(keep)
+    masked = Masked()
+    own = threading.get_ident()
+    padding = Padding(model)
+    choices = SharedChoices(keep)
     parts = {id(module): name for name, module in model.named_modules()}
 
-    def mask(call: AttentionCall, inputs: Inputs | None) -> Tensor | Attended | None:
+    def mask(call: AttentionCall, inputs: Inputs | None) -> Tensor | MaskedOutput | None:
         if checkpointed():
             raise InputError(
                 f"{call.module} runs under activation checkpointing, which would run it again in the backward "
@@ -222,10 +229,11 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         if inputs is not None and reason is None:
             call, inputs = as_computed(call, inputs)
         with outside_all_modes(call.q.device.type):
-            choice, keys = choices.choice(rule_for(keep, call), call), number_of_keys(call)
+            choice = choices.choice(rule_for(keep, call), call)
+            keys = number_of_keys(call)
         if choice.remark is not None:
             masked.audit.remarks[Remark(call.module, choice.remark)] += 1
-        output: Tensor | Attended | None = None
+        output: Tensor | MaskedOutput | None = None
         number: Tensor | None = None
         if inputs is not None and reason is None and not choice.whole:
             output = attended(choice, inputs)
@@ -237,7 +245,8 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             masked_attention.check_memory(call)
             with outside_all_modes(call.q.device.type):
                 if (chosen := all_kept(choice)) is not None:
-                    output, number = chosen[0], counted(chosen[0])
+                    output = chosen[0]
+                    number = count_true(chosen[0])
         with outside_all_modes(call.q.device.type):
             call = padding.marked(call, Audit())
             masked._add(call, keys if number is None else number, keys)

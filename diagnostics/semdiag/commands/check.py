@@ -208,7 +208,7 @@ def info(
     """
     from rich.table import Column, Table
 
-    from semdiag.capturing.loading import describe, load_all
+    from semdiag.capturing.loading import describe_model, load_all
     from semdiag.commands.measuring import read_config
     from semdiag_models.text import perplexity
 
@@ -227,7 +227,7 @@ def info(
     sections = {
         "checkpoint": {name: getattr(loaded, attribute) for name, attribute in _FACTS.items()}
         | {"verified": recorded},
-        "model": describe(loaded),
+        "model": describe_model(loaded),
         "training": training,
         **({"text": text} if text is not None else {}),
         "last epoch": last,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_call import APPROXIMATE, AttentionCall
 from semdiag.capturing.audit import Audit, Remark
-from semdiag.capturing.batches import Batch, checked_real, whole_number, whole_numbers
+from semdiag.capturing.batches import Batch, as_whole_number, as_whole_numbers, checked_real
 from semdiag.capturing.inputs import AS_THEY_ARE, TextOptions
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import NOT_APPLIED, NOT_APPLIED_CODE
@@ -105,7 +105,7 @@ def measure(
         )
     real = checked_real(real)
     k = _checked(k, dtype, batch_size=batch_size, samples=samples, min_keys=min_keys, max_queries=max_queries)
-    whole_number(seed, "seed", 0)
+    as_whole_number(seed, "seed", 0)
     if device is not None:
         find_device(str(device).partition(":")[0])  # refuses a device that is not available
     if loaded.external and any(value < 1 for value in k):
@@ -176,10 +176,10 @@ def measure(
 def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
     for name, value in numbers.items():
         if value is not None or name != "samples":
-            whole_number(value, name, LEAST_MAX_QUERIES if name == "max_queries" else 1)
+            as_whole_number(value, name, LEAST_MAX_QUERIES if name == "max_queries" else 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype must be torch.float32 or torch.float64. Got {dtype!r}.")
-    return whole_numbers(k, "k")
+    return as_whole_numbers(k, "k")
 
 
 def _add_remarks(audit: Audit, loaded: LoadedModel, draws: QueryDraws, left_out: set[int]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
-from semdiag.capturing.batches import Batch, whole_number
+from semdiag.capturing.batches import Batch, as_whole_number
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.memory import halving
@@ -209,8 +209,8 @@ def _asked(
             f"{of_plan}."
         )
     refuse_masked(loaded.module, f"of which {plan.name} asks")
-    whole_number(batch_size, "batch_size", 1)
-    whole_number(seed, "seed", 0)
+    as_whole_number(batch_size, "batch_size", 1)
+    as_whole_number(seed, "seed", 0)
     if queries is not None and not plan.takes_drawn_queries:
         raise InputError(f"{plan.name} needs every query: leave out queries.")
     cut: Sequence[Batch] = batching.split(batches, batch_size)

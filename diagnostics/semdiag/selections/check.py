@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from semdiag.capturing.batches import whole_number
+from semdiag.capturing.batches import as_whole_number
 from semdiag.mathematics.rounding import NumberFormat, last_places, number_format, score_error
 from semdiag.mathematics.selections import (
     CLASSES,
@@ -268,7 +268,7 @@ def _keys(
     number: int | None, scores: Tensor | None, lengths: Tensor | None, starts: Tensor | None, queries: int
 ) -> int | None:
     if number is not None:
-        whole_number(number, "keys", 1)
+        as_whole_number(number, "keys", 1)
         if number > _MOST:
             raise InputError(f"keys must be at most {_MOST:,}. Got {number:,}.")
     if scores is not None:

@@ -142,7 +142,7 @@ CUTS = {
     "keys that queries see": (
         call_strips,
         "AT_ONCE_ELSEWHERE",
-        lambda call: [call_strips.reach_of(call).real, torch.tensor(call_strips.reach_of(call).later)],
+        lambda call: [call_strips.query_reach(call).real, torch.tensor(call_strips.query_reach(call).later)],
     ),
     "residual": (
         residual,

@@ -32,7 +32,7 @@ def test_the_largest_scores_are_those_of_a_loop(sorted_up_to, rows, k):
     before = call_strips._SORTED
     call_strips._SORTED = sorted_up_to
     try:
-        kept = call_strips.largest(values, torch.tensor([[[k]]]))[0, 0]
+        kept = call_strips.mark_largest(values, torch.tensor([[[k]]]))[0, 0]
     finally:
         call_strips._SORTED = before
     for row, found in zip(values[0, 0].tolist(), kept, strict=True):
@@ -41,14 +41,14 @@ def test_the_largest_scores_are_those_of_a_loop(sorted_up_to, rows, k):
 
 def test_each_head_keeps_its_own_number():
     values = torch.tensor([3.0, 1.0, 2.0, 2.0]).expand(1, 3, 1, 4)
-    kept = call_strips.largest(values, torch.tensor([0, 2, 9])[:, None, None])[0, :, 0]
+    kept = call_strips.mark_largest(values, torch.tensor([0, 2, 9])[:, None, None])[0, :, 0]
     assert kept.int().tolist() == [[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]
 
 
 def test_a_score_that_is_no_number_counts_as_the_largest():
     values = torch.tensor([[[[0.0, torch.nan, 2.0], [torch.nan, torch.nan, 1.0]]]])
     for k in (1, 2):
-        kept = call_strips.largest(values, torch.tensor([[[k]]]))
+        kept = call_strips.mark_largest(values, torch.tensor([[[k]]]))
         assert kept[..., 0, 1].all()
         assert kept.sum(-1).eq(k).all()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, call_from_tensors
 from semdiag.capturing.provenance.score_history import full_rows, split_mask, split_scores
 from semdiag.capturing.provenance.tags import read_leading
 from semdiag.capturing.recording import SharedChange, replaced, undone
@@ -132,7 +132,7 @@ class InterfaceCall:
         sinks = others.pop("sinks", None)
         sinks = sinks if options.get("s_aux") is None else options["s_aux"]
         sinks = None if sinks is None else sinks.detach().flatten()
-        return described(
+        return call_from_tensors(
             self.q, self.k, self.v, mixed.transpose(1, 2), scale=options.get("scaling"), module=self.name,
             allowed=allowed, softcap=options.get("softcap"), sinks=sinks,
             mechanism=MECHANISM, dropout=float(options.get("dropout") or 0.0), **others,
@@ -277,7 +277,7 @@ def sdpa_call(
             q, k, v, mixed = (x.permute(*order, -2, -1) for x in (q, k, v, mixed))
             masks = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (allowed, bias, full))
             allowed, bias, full = (None if x is None else x.permute(*order, -2, -1) for x in masks)
-    call = described(
+    call = call_from_tensors(
         q, k, v, mixed, scale=given.get("scale"), heads=heads, full=full, fused=True, allowed=allowed, bias=bias,
         causal=causal, first_query=first, mechanism="scaled_dot_product_attention", forbidding=forbidding,
         dropout=float(given.get("dropout_p") or 0.0),
@@ -304,7 +304,7 @@ def flex_call(args: Args, kwargs: Kwargs, mixed: Tensor) -> AttentionCall:
         allowed = mask_of(blocks[-1], shape, q.device, given.get("mask_mod_other_buffers", ()))
         masks: dict[str, Any] = {"allowed": allowed}
         if getattr(score, "__name__", "") != "_identity":
-            call = described(q, k, v, mixed, scale=given["scale"])
+            call = call_from_tensors(q, k, v, mixed, scale=given["scale"])
             scores = call.scores(torch.float64 if q.dtype == torch.float64 else torch.float32)
             modified = _over_all(score, scores.shape, q.device, buffers, scores)
             modified = modified if allowed is None else modified.masked_fill(~allowed, -torch.inf)
@@ -313,7 +313,7 @@ def flex_call(args: Args, kwargs: Kwargs, mixed: Tensor) -> AttentionCall:
             bias = modified - scores
             bias = bias if allowed is None else bias.masked_fill(~allowed, 0.0)
             masks = {"allowed": allowed, "bias": bias, "forbidding": forbidding, "full": full}
-        return described(q, k, v, mixed, scale=given["scale"], mechanism=FLEX_MECHANISM, **masks)
+        return call_from_tensors(q, k, v, mixed, scale=given["scale"], mechanism=FLEX_MECHANISM, **masks)
 
 
 def mask_of(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from semdiag.capturing import recording
 from semdiag.capturing.adapters.fused import InterfaceCall, NotFollowedError, flash_call, mask_of, watched_caches
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.call_strips import allowed_keys, counted
+from semdiag.capturing.call_strips import allowed_mask, count_true
 from semdiag.capturing.provenance.score_history import split_mask
 
 
@@ -97,7 +97,7 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
         options = dict(zip(_NAMES, args, strict=False)) | kwargs
         given = InterfaceCall(name, module, implementation, query, key, value, options)
         full: AttentionCall | None = None
-        kept: Tensor | recording.Attended | None = None
+        kept: Tensor | recording.MaskedOutput | None = None
         old = options.get("attention_mask")
         plain = recording.is_plain(query) and (old is None or (isinstance(old, Tensor) and old.ndim == 4))
         if recorder.masking and implementation in ("eager", "sdpa") and plain and _sinks_known(given):
@@ -111,7 +111,7 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
             if isinstance(kept, Tensor):
                 given = replace(given, options=options | _masked(given, kept))
             args, kwargs = (), given.options
-        if isinstance(kept, recording.Attended):
+        if isinstance(kept, recording.MaskedOutput):
             output: tuple[Tensor, Tensor | None] = kept.output.transpose(1, 2).contiguous(), None
             kept = None  # who watches the masked model from outside gets a mask: the function is another then
         else:
@@ -155,18 +155,18 @@ def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
 
 def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor | None = None) -> bool:
     """Return whether a function attended to keys that it should leave out."""
-    whole = allowed_keys(full.part())
+    whole = allowed_mask(full.part())
     dropped = whole & ~kept
     if full.dropout:
         shown = isinstance(weights, Tensor) and weights.shape == dropped.shape
         return shown and bool(weights.masked_select(dropped).any())  # type: ignore[union-attr]
-    sample = counted(dropped.flatten(1)).argmax()[None]
-    count = counted(dropped[sample]).sum((0, 1))
+    sample = count_true(dropped.flatten(1)).argmax()[None]
+    count = count_true(dropped[sample]).sum((0, 1))
     rows = count.topk(min(_CHECKED, len(count))).indices
     part = replace(full, mixed=output.detach().transpose(1, 2)).part(sample, rows)
     kept, affected = kept[sample][:, :, rows], dropped[sample][:, :, rows].any(-1)
     dtype = torch.promote_types(torch.float32, output.dtype)
-    scores = part.scores(dtype).masked_fill(~allowed_keys(part), -torch.inf)
+    scores = part.scores(dtype).masked_fill(~allowed_mask(part), -torch.inf)
     v = part.v.to(dtype).repeat_interleave(scores.shape[1] // part.v.shape[1], 1)
     far = []
     for z in (scores, scores.masked_fill(~kept, -torch.inf)):

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing import recording
 from semdiag.capturing.adapters.fused import FLEX_MECHANISM, SDPA, flex_call, sdpa_call
-from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, described
-from semdiag.capturing.call_strips import allowed_keys
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, call_from_tensors
+from semdiag.capturing.call_strips import allowed_mask
 from semdiag.capturing.provenance.operations import OperationWatch, register_mode, run_as_written
 from semdiag.capturing.provenance.softmaxes import FOLLOWED, SoftmaxProvenance
 from semdiag_models import AttentionCore, Encoder
@@ -160,7 +160,7 @@ def _masked(
     replaceable = replaceable and not (mask is not None and mask.requires_grad)
     replaceable = replaceable and not any(map(recording.has_tangent, (q, k, v, mask)))
     kept = recorder.masked(call, (q, k, v) if replaceable else None)
-    if kept is None or isinstance(kept, recording.Attended):
+    if kept is None or isinstance(kept, recording.MaskedOutput):
         return {}, None if kept is None else kept.output
     kept = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:])
     kept = kept.permute(*(order.index(d) for d in range(len(order))), -2, -1)
@@ -194,7 +194,7 @@ def core_call(name: str, core: AttentionCore, inputs: Args, mixed: Tensor) -> At
         without_cls = torch.ones(1, 1, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
         without_cls[..., 1:, 0] = False
         allowed = without_cls if allowed is None else allowed & without_cls
-    return described(
+    return call_from_tensors(
         q, k, v, mixed, scale=scale, module=name, allowed=allowed, queries=queries, mechanism=CORE_MECHANISM,
         dropout=core.p if core.training else 0.0,
         selected=_ragged(core, selected, queries) if isinstance(selected, Tensor) else None,
@@ -207,7 +207,7 @@ def masked_inputs(recorder: recording.Recorder, core: AttentionCore, inputs: Arg
     kept = recorder.kept(call)
     if kept is None:
         return None
-    kept = kept & allowed_keys(call.part())
+    kept = kept & allowed_mask(call.part())
     first, places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
     most = int(kept.sum(-1).max())
     return *inputs[:5], places[..., :most].masked_fill(first[..., :most] == 0, -1)

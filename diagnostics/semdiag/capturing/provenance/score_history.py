@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_call import AttentionCall, described
+from semdiag.capturing.attention_call import AttentionCall, call_from_tensors
 from semdiag.capturing.recording import outside_all_modes
 from semdiag.mathematics.planes import unraveled
 
@@ -261,7 +261,7 @@ class ScoreHistory:
             masks = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (allowed, bias, full))
             allowed, bias, full = (None if x is None else x.flatten(1, 2) for x in masks)
         scale = self.scale if self.softcap is None else self.scale * self.softcap
-        return described(
+        return call_from_tensors(
             q, k, v, mixed, scale=scale, heads=heads, allowed=allowed, bias=bias, fully_masked=full,
             softcap=self.softcap, forbidding=self.forbidding,
         )  # fmt: skip

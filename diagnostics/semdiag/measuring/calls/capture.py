@@ -17,8 +17,8 @@ from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
-from semdiag.capturing.batches import Batch, checked_real, whole_number, whole_numbers
-from semdiag.capturing.call_strips import largest
+from semdiag.capturing.batches import Batch, as_whole_number, as_whole_numbers, checked_real
+from semdiag.capturing.call_strips import mark_largest
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import undone
@@ -188,7 +188,7 @@ class Calls:
             mask = as_mask(chosen.long().expand(*size[:3], -1), length)
             _check_seen(layer, mask, scores.isfinite())
             mask &= scores.isfinite()
-            best = largest(scores, mask.sum(-1, keepdim=True))
+            best = mark_largest(scores, mask.sum(-1, keepdim=True))
             attends = scores.isfinite().any(-1).sum((0, 2))
             shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]
             found = (mask & best).sum((0, 2, 3)) / best.sum((0, 2, 3))
@@ -233,7 +233,7 @@ class Calls:
         return self._audit.others.total()
 
     def _table(self, metric: Metric, k: int | Sequence[int] | None) -> pd.DataFrame:
-        ks: tuple[int | None, ...] = (None,) if k is None else whole_numbers(k, "k", 1)
+        ks: tuple[int | None, ...] = (None,) if k is None else as_whole_numbers(k, "k", 1)
         if wrong := [n for n in ks if n is not None and n > self._k]:
             raise ValueError(
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
@@ -364,8 +364,8 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"A capture watches a torch.nn.Module. Got {type(model).__name__}.")
-    whole_number(k, "k", 0)
-    whole_number(seed, "seed", 0)
+    as_whole_number(k, "k", 0)
+    as_whole_number(seed, "seed", 0)
     calls = Calls(k, QueryDraws(queries, seed), scores)
     padding = Padding(model, checked_real(real))
 
@@ -400,8 +400,10 @@ def longest_call(
     def look(call: AttentionCall) -> None:
         seen.append((call.q.shape[2], call.k.shape[2]))
 
-    batch = max(batches, key=lambda batch: max((t.shape[1:].numel() for t in batching.tensors(batch)), default=0))
-    alone = len(batching.tensors(batch)) == 1  # several may depend on each other
+    batch = max(
+        batches, key=lambda batch: max((t.shape[1:].numel() for t in batching.tensors_of(batch)), default=0)
+    )
+    alone = len(batching.tensors_of(batch)) == 1  # several may depend on each other
     if alone and not isinstance(batch, tuple | list):
         batch = next(batching.each(batch, 1))
     with running(loaded, look, device, dtype) as run:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from semdiag.capturing.attention_call import joint_kind, mask_kind
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.batches import whole_number
+from semdiag.capturing.batches import as_whole_number
 from semdiag.mathematics.paper_stability import top_recall
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, draw_queries
@@ -198,7 +198,7 @@ class QueryDraws:
         if isinstance(count, Tensor):
             raise InputError("queries is the number to draw. To mark padding, use real=mask.")
         if count is not None:
-            whole_number(count, "Queries to draw per sample and head", FEWEST)
+            as_whole_number(count, "Queries to draw per sample and head", FEWEST)
         self.count, self.seed, self._longest, self._started = count, seed, 1, False
         self._seen = 0  # number of real queries of the longest sequence so far
         self._samples: Counter[tuple[int, int]] = Counter()

@@ -17,9 +17,9 @@ from torch import nn
 from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.batches import whole_number, whole_numbers
+from semdiag.capturing.batches import as_whole_number, as_whole_numbers
 from semdiag.capturing.padding import Padding
-from semdiag.capturing.private_parts import broken_parts, remarks_on
+from semdiag.capturing.private_parts import broken_parts, remarks_on_parts
 from semdiag.capturing.recording import undone
 from semdiag.measuring.calls import monitor_heads
 from semdiag.measuring.calls.counted_rows import Arrivals, Tensors
@@ -197,24 +197,24 @@ class Monitor:
             raise InputError(f"A monitor watches a module, like Encoder(config). Got {model!r}.")
         if not any(model.children()) and type(model) in vars(nn).values():
             raise InputError(f"{type(model).__name__} has no attention to watch.")
-        self.model, self.every = model, whole_number(every, "every", 1)
-        self.k = tuple(dict.fromkeys(whole_numbers(k, "k", 1)))
+        self.model, self.every = model, as_whole_number(every, "every", 1)
+        self.k = tuple(dict.fromkeys(as_whole_numbers(k, "k", 1)))
         if rows not in ("sample", "all"):
             raise InputError(f'rows must be "sample" or "all". Got {rows!r}.')
         if log is not None and not callable(log):
             raise InputError(f"log must be a function of a dictionary and the step, like wandb.log. Got {log!r}.")
-        looked_at = whole_number(queries, "queries", 1)
+        looked_at = as_whole_number(queries, "queries", 1)
         self._queries = None if rows == "all" else looked_at
         self._watch = Watch(rules_of(alarm, self.k, self.every))
         if not (on_alarm in ("warn", "raise") or callable(on_alarm)):
             raise InputError(f'on_alarm must be "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')
         self._on_alarm = on_alarm
         self.alarms: list[Alarm] = []
-        self._accumulation, self._micro = whole_number(accumulation, "accumulation", 1), 0
-        self.step = self._first_step = whole_number(first_step, "first_step", 0)
+        self._accumulation, self._micro = as_whole_number(accumulation, "accumulation", 1), 0
+        self.step = self._first_step = as_whole_number(first_step, "first_step", 0)
         self.seconds = 0.0
         self._ranks, self._reduction = monitor_heads.Ranks(ranks), monitor_heads.Reduction()
-        self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0) + self._ranks.rank)
+        self._generator = torch.Generator().manual_seed(as_whole_number(seed, "seed", 0) + self._ranks.rank)
         if self._ranks.rank:  # only rank 0 writes
             path = tensorboard = log = None
         self._outputs = _Outputs(None if path is None else Path(path), tensorboard, log, self.k, self.step)
@@ -262,7 +262,7 @@ class Monitor:
                 "would be compiled too. Give it the compiled model: Monitor(torch.compile(model))."
             )
         with self._faults.reporting():  # tried now, not in the middle of training
-            for remark in remarks_on(broken_parts(self.model)):
+            for remark in remarks_on_parts(broken_parts(self.model)):
                 self._faults.warn_once(remark.text, f"The monitor of a training: {remark.text}.")
         agreed = {"every": self.every, "k": self.k, "accumulation": self._accumulation, "first_step": self.step}
         try:

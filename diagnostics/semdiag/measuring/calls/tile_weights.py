@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, each
-from semdiag.capturing.call_strips import integers, largest
+from semdiag.capturing.call_strips import integers, mark_largest
 from semdiag.capturing.kept_keys import Choice, Tiles
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.rules import SkipTiles
@@ -59,7 +59,7 @@ class TileWeights:
                     continue
                 if isinstance(rule, SkipTiles):
                     kept = (tiles.found.ranking("gap") >= -rule.threshold) & seen
-                    best = largest(exact, kept.sum(-1, keepdim=True))
+                    best = mark_largest(exact, kept.sum(-1, keepdim=True))
                     top = torch.full((heads,), math.nan)
                 else:
                     number = integers(k // rule.block, device=seen.device)[:, None, None]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag.capturing.attention_call import HEAVY_HITTERS, rows_of
+from semdiag.capturing.attention_call import HEAVY_HITTERS, rows_of_kind
 from semdiag.capturing.attention_calls import BlockCall, watch_blocks
 from semdiag.capturing.batches import Batch
 from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
@@ -118,7 +118,7 @@ class _Tracer:
             "load": rows.selected.sum(-2).amax(-1),
         }
         delta, gap = rows.dispersion.where(finite, 0.0), rows.separation.where(finite, math.inf)
-        constants = rows_of(self.kind, delta, gap, rows.kept.where(finite, 0))
+        constants = rows_of_kind(self.kind, delta, gap, rows.kept.where(finite, 0))
         if constants is None:
             nothing = torch.full_like(statistics["dispersion"], math.inf)
             return statistics | dict.fromkeys(("log_map", "log_form"), nothing)

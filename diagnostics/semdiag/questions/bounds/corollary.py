@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from semdiag.capturing.attention_call import BOUNDED, HEAVY_HITTERS, rows_of
+from semdiag.capturing.attention_call import BOUNDED, HEAVY_HITTERS, rows_of_kind
 from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound_from_load
 from semdiag.mathematics.bounds.corollary import (
     Condition,
@@ -124,7 +124,7 @@ def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) 
         weight = Condition(delta / delta_s, 1.0, control.assumptions, control.source)
         inputs = control
     kept = torch.full_like(delta, min(k, table.keys))
-    masked_rows = rows_of(kind, delta[:, None], separation[:, None], kept[:, None])
+    masked_rows = rows_of_kind(kind, delta[:, None], separation[:, None], kept[:, None])
     full_rows = fixed_mask_rows(delta_s[:, None], torch.full_like(kept, table.keys)[:, None])
     assert masked_rows is not None  # corollary_findings checks the kind
     margin = sound_weight_margin(masked_rows, full_rows)

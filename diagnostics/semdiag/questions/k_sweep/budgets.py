@@ -13,7 +13,7 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, first_samples, samples_of, without_first
-from semdiag.capturing.call_strips import allowed_keys, ordered, real_first
+from semdiag.capturing.call_strips import allowed_mask, ordered, real_first
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.rules import Keep, RandomK, Rule, TopK, TopP, Window
 from semdiag.capturing.sparsify import ENGINE_KINDS, engine_rule
@@ -59,7 +59,7 @@ class NeededKeys:
     def _add(self, part: AttentionCall, call: AttentionCall) -> None:
         place = call.module, call.occurrence
         self.layers.setdefault(place, call.layer)
-        allowed = allowed_keys(part)
+        allowed = allowed_mask(part)
         several = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
         order = real_first(allowed.any(1).any(1), call)
         allowed, scores = ordered(allowed, order), ordered(part.scores(torch.float64), order)

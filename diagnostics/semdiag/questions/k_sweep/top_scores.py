@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch
-from semdiag.capturing.call_strips import allowed_keys
+from semdiag.capturing.call_strips import allowed_mask
 from semdiag.mathematics.paper_stability import log_paper_heavy_hitter
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, TARGETS, sampled_estimates
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
@@ -262,7 +262,7 @@ class TopScores:
         """Keep what a call says of its queries and keys, or of a share of them where all are too many."""
         places = self.draws.places(call)
         if self.own_keys and call.selected is not None:
-            call = replace(call, allowed=allowed_keys(call.part()), causal=False, first_query=0)
+            call = replace(call, allowed=allowed_mask(call.part()), causal=False, first_query=0)
         stream = self.streams.of(call) if call.selected is None or self.own_keys else None
         rows = counted_rows(replace(call, selected=None), self.largest, places)
         changes = output_changes(rows, self._output_ks, stream)

@@ -75,10 +75,10 @@ def _ask(
 def _is_model(file: Path, shared: Asked) -> bool:
     """Return whether a name is a model's; options of the other kind are refused."""
     from semdiag.capturing import pretrained
-    from semdiag.capturing.loading import recognised
+    from semdiag.capturing.loading import names_factory
     from semdiag_files import InputError
 
-    of_model = str(file).startswith(pretrained.PREFIX) or recognised(str(file))
+    of_model = str(file).startswith(pretrained.PREFIX) or names_factory(str(file))
     for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed):
         word = "A second file" if name == "against" else f"--{name.replace('_', '-')}"
         what = "files" if of_model else "a model (hf:PATH)"

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from semdiag.capturing.call_strips import allowed_keys
+from semdiag.capturing.call_strips import allowed_mask
 from semdiag.capturing.kept_keys import Choice, all_kept
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.rules import TopK
@@ -34,7 +34,7 @@ def kept_by_masks(calls, k, block, min_keys):
     for call in calls:
         kept = all_kept(Choice(TopK(k, block=block), call))
         part = call.part()
-        allowed = allowed_keys(part)
+        allowed = allowed_mask(part)
         counted = part.counted & (allowed.sum(-1) >= min_keys)
         parts = [(x & allowed & counted[..., None]).sum((0, 2, 3)) for x in ((kept or (allowed,))[0], allowed)]
         place = call.module, call.occurrence
