@@ -1,7 +1,9 @@
 """Texts that a user names: JSON lines, labels, targets, masks, lengths; and folders that are no models."""
 
 import json
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -330,11 +332,13 @@ def test_folders_that_hold_no_whole_model_are_told_what_would_work(tmp_path, cla
     (adapter / "adapter_config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(InputError, match=r"holds an adapter, not a model\. Merge it first: .*merge_and_unload"):
         load(f"hf:{adapter}")
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
-    (classifier / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    folder = Path(shutil.copytree(classifier, tmp_path / "shards"))
+    (folder / "model.safetensors").rename(folder / shards[1])
+    index = {"weight_map": dict(zip("ab", shards, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(InputError, match=r"lacks model-00001-of-00002\.safetensors of the 2 files of its weights"):
-        load(f"hf:{classifier}")
-    (classifier / "model.safetensors.index.json").unlink()
+        load(f"hf:{folder}")
 
 
 def test_a_token_says_its_text_and_of_part_of_a_character_its_name(tmp_path, classifier):
