@@ -123,7 +123,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(self._sorted[1], result, False)
 
     def gather(self, result: Tensor, table: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> None:
-        if not table.is_floating_point():
+        if not table.is_floating_point() and table.dtype != torch.bool:
             for selected in self.frames[-1]:
                 selected.positions |= selected.indices is index
 
@@ -240,6 +240,57 @@ def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
     return "blocks" if of_indexer or len(shape) > 3 else "experts"
 
 
+@dataclass(frozen=True)
+class BlockRule:
+    """Which blocks of keys a query of an indexer may choose."""
+
+    size: int  # keys of a block
+    complete: bool  # whether the last key of a block must not stand after the query; else its first key
+    after_padding: bool  # whether blocks count from the first real token
+
+
+_BLOCK_RULES = {  # by the attribute of an indexer of transformers that holds the size
+    "compress_rate": (True, False),  # DeepSeek-V4
+    "index_kpool": (True, True),  # GLM-5-Next
+    "compress_ratio": (True, True),  # Qwen4-Exp
+    "block_size": (False, False),  # MiniMax-M3
+}
+
+
+def block_rule(module: nn.Module) -> BlockRule | None:
+    """Return the rule of an indexer that chooses blocks; None: unknown."""
+    rules = [
+        BlockRule(size, complete, after_padding)
+        for name, (complete, after_padding) in _BLOCK_RULES.items()
+        if type(size := getattr(module, name, None)) is int and size > 0
+    ]
+    return rules[0] if len(rules) == 1 and "index" in type(module).__name__.lower() else None
+
+
+def joined(selected: list[Selected], rule: BlockRule | None, tokens: Tokens) -> list[Selected]:
+    """Return selections of one query each, on vectors, as one selection; as they are if they are none such.
+
+    A query without a complete block selects nothing; the others must have as many blocks as their tokens make.
+    """
+    if rule is None or not selected or any(each.scores.ndim != 1 for each in selected) or not tokens.real:
+        return selected
+    real = next(iter(tokens.real.values())).cpu()
+    blocks = real.int().cumsum(1) // rule.size
+    running = (blocks.flatten() > 0).nonzero().flatten()
+    if [len(each.scores) for each in selected] != blocks.flatten()[running].tolist():
+        return selected
+    width = max(len(each.scores) for each in selected)
+    k = max(len(each.indices) for each in selected)
+    scores = selected[0].scores.new_full((blocks.numel(), width), -torch.inf)
+    indices = torch.full((blocks.numel(), k), -1)
+    for row, each in zip(running.tolist(), selected, strict=True):
+        scores[row, : len(each.scores)] = each.scores
+        indices[row, : len(each.indices)] = each.indices.cpu()
+    shape = tuple(real.shape)
+    table = scores.view(*shape, width)
+    return [Selected(table, table, indices.view(*shape, k).to(scores.device))]
+
+
 @dataclass(frozen=True, eq=False)
 class Choices:
     """What a selection could choose and chose, row by row."""
@@ -253,7 +304,13 @@ class Choices:
 
 
 def own_rows(
-    text: str, causal: bool, tokens: Tokens, chosen: Selected, group: Selected | None, into: NumberFormat
+    text: str,
+    causal: bool,
+    tokens: Tokens,
+    chosen: Selected,
+    group: Selected | None,
+    into: NumberFormat,
+    rule: BlockRule | None = None,
 ) -> tuple[OwnRows, Choices] | None:
     """Return what a selection chose for all real tokens, together and token by token; None if not by token."""
     kind = kind_of(text, tuple(chosen.scores.shape), tokens)
@@ -266,10 +323,11 @@ def own_rows(
     flat = chosen.scores.ndim == 2
     shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
     real, unmatched = _real(tokens, text, shape[-1])
-    allowed = _allowed(shape, n, real, keys, causal)
+    rule = rule if kind == "blocks" and causal else None
+    allowed = _allowed(shape, n, real, keys, causal) if rule is None else _allowed_blocks(shape, n, real, rule)
     counts = allowed.counts
     indices = flat_rows(chosen.indices).cpu().long()
-    if keys:  # a top-k must return k keys: forbidden ones of rows that chose all others are none
+    if keys or rule is not None:  # a top-k must return k: forbidden ones of rows that chose all others are none
         inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
         full = inside.sum(1) >= allowed.end - allowed.first
         indices = indices.masked_fill(full[:, None] & ~inside, -1)
@@ -296,7 +354,7 @@ def own_rows(
         padded=int((~counts).sum()),
         load=torch.bincount(indices[counts].flatten(), minlength=n) if experts else None,
         first_kept=int(hit.sum()) if keys else 0,
-        causal=causal,
+        causal=causal and (keys or rule is not None),
         unmatched=unmatched,
         faulty=_faulty(judged, counts, shape),
     )  # fmt: skip
@@ -329,6 +387,18 @@ def _real(tokens: Tokens, text: str, length: int) -> tuple[Tensor | None, bool]:
     if names:
         return fitting[names[0]].cpu(), False
     return None, any(not bool(mask.all()) for mask in tokens.real.values())
+
+
+def _allowed_blocks(shape: tuple[int, ...], n: int, real: Tensor | None, rule: BlockRule) -> AllowedKeys:
+    """Return the blocks of each row: those that are complete at its query, or have begun."""
+    axes = (shape[0], *(1 for _ in shape[1:-1]), shape[-1])
+    counts = torch.ones(shape, dtype=torch.bool) if real is None else real.view(axes).expand(shape)
+    place = torch.arange(shape[-1]).expand(shape)
+    if rule.after_padding and real is not None:
+        place = place - real.int().argmax(-1).view(*axes[:-1], 1)
+    blocks = (place + 1).clamp(min=0) // rule.size if rule.complete else place.clamp(min=0) // rule.size + 1
+    end = blocks.clamp(max=n).flatten()
+    return AllowedKeys(torch.zeros_like(end), end, end - 1, counts.flatten())
 
 
 def _allowed(shape: tuple[int, ...], n: int, real: Tensor | None, keys: bool, causal: bool) -> AllowedKeys:

@@ -26,8 +26,10 @@ from semdiag.selections.capture import (
     OwnRows,
     Selected,
     Tokens,
+    block_rule,
     causal_modules,
     in_stages,
+    joined,
     own_rows,
     tokens_of,
     watch_selections,
@@ -224,7 +226,8 @@ class OwnSelections:
         text = f"{name} {type(module).__name__}".lower()
         self.chose[name] += 1
         try:
-            for number, (chosen, group) in enumerate(in_stages(selected)):
+            joint = joined(selected, block_rule(module), self._tokens)
+            for number, (chosen, group) in enumerate(in_stages(joint)):
                 self._add(name, number, module, text, chosen, group)
         except InputError as error:
             self._failure = InputError(f"{self._path}: {name}: {error}")
@@ -237,7 +240,9 @@ class OwnSelections:
         self, name: str, number: int, module: nn.Module, text: str, chosen: Selected, group: Selected | None
     ) -> None:
         shape = tuple(chosen.scores.shape)
-        rows_and_choices = own_rows(text, name in self._causal, self._tokens, chosen, group, self._kind)
+        rows_and_choices = own_rows(
+            text, name in self._causal, self._tokens, chosen, group, self._kind, block_rule(module)
+        )
         if rows_and_choices is None:
             self.others[name, shape] += 1
             return

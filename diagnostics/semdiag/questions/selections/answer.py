@@ -359,7 +359,7 @@ def _row(entry: OwnSelection) -> dict[str, Any]:
     number = margins["deciding"]
     counts = sum((part.counts for part in parts), Counter[str]())
     keys = first.kind == "keys"
-    later = first.kind == "keys" and first.causal
+    later = first.kind != "experts" and first.causal
     return {
         "module": entry.module, "layer": entry.layer, "kind": first.kind,
         "choices": max(part.choices for part in parts), "k": max(part.k for part in parts),
