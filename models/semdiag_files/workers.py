@@ -11,8 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from joblib.externals.loky import get_reusable_executor
-from joblib.externals.loky.process_executor import BrokenProcessPool
+from loky import BrokenProcessPool, get_reusable_executor
 
 from semdiag_files.errors import InputError
 from semdiag_files.files import MEMORY_SHARE, memory_share

@@ -199,7 +199,7 @@ _LIBRARIES = (
     "matplotlib",
     "jinja2",
     "filelock",
-    "joblib",
+    "loky",
 )
 _OWN_ERROR = 70  # EX_SOFTWARE of sysexits.h
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 BROKEN = (
-    "joblib",
+    "loky",
     "psutil",
     "jinja2",
     "filelock",

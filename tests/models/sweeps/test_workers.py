@@ -101,7 +101,7 @@ def test_what_fails_is_tried_again_and_then_recorded_while_the_rest_goes_on(orde
 
 @pytest.mark.parametrize("path", [os.environ["PATH"], ""], ids=["", "without pgrep"])
 def test_leaving_early_ends_the_processes(orders, path, monkeypatch):
-    """Slim containers have no pgrep, by which joblib would look for them without psutil."""
+    """Slim containers have no pgrep, by which loky would look for them without psutil."""
     monkeypatch.setenv("PATH", path)
     events = train_all(orders([1, 2], epochs=100_000), LocalWorkers(2, train_order), retries=0)
     next(events)

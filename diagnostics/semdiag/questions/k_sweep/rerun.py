@@ -292,7 +292,7 @@ def rerun(
 
 def _divided(order: _RerunOrder, jobs: int) -> _Passes:
     from semdiag.measuring.survey import run_in_parallel
-    from semdiag_files.workers import LocalWorkers  # which needs joblib, as nothing else here does
+    from semdiag_files.workers import LocalWorkers  # which needs loky, as nothing else here does
 
     workers = LocalWorkers(jobs, carry_out, len(order.numbered), order.loaded.size)
     shares = [order.numbered[start :: workers.capacity] for start in range(workers.capacity)]
