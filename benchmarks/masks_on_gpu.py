@@ -23,7 +23,8 @@ import semdiag
 from semdiag import TopK, TopP, Window, sparsify
 from semdiag.capturing import masked_attention
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice, all_kept
+from semdiag.capturing.choices import choice_of
+from semdiag.capturing.kept_keys import all_kept
 from semdiag.capturing.rules import Rule
 
 LONGEST = 25  # seconds after which the check begins nothing more: a kind of call takes 10 to 30 to compile
@@ -53,7 +54,7 @@ def dense(call: AttentionCall, rule: Rule, q: Tensor, k: Tensor, v: Tensor, scor
     ):  # the strips' keys, chosen on the CPU from float64 scores
         exact = replace(call, q=call.q.double().cpu(), k=call.k.double().cpu(), v=call.v.double().cpu())
         exact = replace(exact, allowed=None if call.allowed is None else call.allowed.cpu())
-        found = all_kept(Choice(rule, exact))
+        found = all_kept(choice_of(rule, exact))
         kept = seen if found is None else found[0].to(q.device) & seen
         z = (q @ keys.mT * call.scale).masked_fill(~kept, -torch.inf)
         return z.softmax(-1).nan_to_num(0) @ values
@@ -116,7 +117,7 @@ def check(device: str, small: bool) -> list[dict[str, Any]]:
 def compared(device: str, dtype: torch.dtype, call: AttentionCall, rule: Rule) -> dict[str, Any]:
     """Return how far an attention and its gradients are from dense float64."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v))
-    choice, failed = Choice(rule, call), len(masked_attention.FAILED)
+    choice, failed = choice_of(rule, call), len(masked_attention.FAILED)
     flexible = masked_attention.fits_flex(choice, (q, k, v))
     start = time.perf_counter()
     output, _, close = masked_attention.attended(choice, (q, k, v))

@@ -27,6 +27,11 @@ class Strip:
     keys: slice | Tensor  # positions, in rising order where they are a tensor
     banded: bool = False  # whether only keys near the queries, and sinks, are in it
 
+    @property
+    def rows(self) -> tuple[slice, slice, slice]:
+        """Index of the strip's rows in a tensor (B, H, Lq, …)."""
+        return self.samples, self.heads, self.queries
+
 
 def number_of_keys(call: AttentionCall) -> Tensor:
     """Return how many keys each query attends to without the mask, int32, broadcastable to (B, H, Lq)."""

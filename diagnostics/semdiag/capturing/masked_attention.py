@@ -23,8 +23,11 @@ from semdiag.capturing.call_strips import (
     products,
     strip_part,
 )
-from semdiag.capturing.kept_keys import Choice, GroupedMask, heaviest
+from semdiag.capturing.choices import heaviest
+from semdiag.capturing.kept_keys import Choice
 from semdiag.capturing.recording import Inputs, MaskedOutput, outside_all_modes, without_modes
+from semdiag.capturing.rules import TopP
+from semdiag.capturing.tiles import GroupedMask
 from semdiag.mathematics import kernels
 from semdiag.mathematics.score_strips import Scores, largest_scores, part_of
 from semdiag_files import InputError
@@ -111,39 +114,33 @@ class _Strips(torch.autograd.Function):
         mixed = q.new_empty(len(q), q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         with outside_all_modes(q.device.type):
             for strip in choice.strips(banded=True):
-                strip, weights, kept = _weights(choice, strip)
-                b = strip.samples
-                h = strip.heads
-                r = strip.queries
-                number[b, h, r] = kept
-                mixed[b, h, r] = products(weights, key_heads(v, strip, choice.call).to(weights.dtype))
+                strip, weights, number[strip.rows] = _weights(choice, strip)
+                mixed[strip.rows] = products(weights, key_heads(v, strip, choice.call).to(weights.dtype))
         ctx.choice = choice
         ctx.save_for_backward(q, k, v, mixed)
         return mixed
 
     @staticmethod
-    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         choice: Choice = ctx.choice
         q, k, v, mixed = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient will be differentiated again
             inputs = [x for x in (q, k, v) if x.requires_grad]
-            found = iter(torch.autograd.grad(_written_out(choice, (q, k, v)), inputs, given, create_graph=True))
-            return *(next(found) if x.requires_grad else None for x in (q, k, v)), None, None
+            output = _written_out(choice, (q, k, v))
+            gradients = iter(torch.autograd.grad(output, inputs, slopes, create_graph=True))
+            return *(next(gradients) if x.requires_grad else None for x in (q, k, v)), None, None
         with outside_all_modes(q.device.type):
             dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
             dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
             for strip in choice.strips(banded=True):
                 strip, weights, _ = _weights(choice, strip)
-                b = strip.samples
-                h = strip.heads
-                r = strip.queries
-                out = given[b, h, r].to(dtype)
+                out = slopes[strip.rows].to(dtype)
                 _add_keys(dv, strip, choice.call, weights, out)
                 slope = products(out, key_heads(v, strip, choice.call).to(dtype).mT)
-                slope -= (out * mixed[b, h, r].to(dtype)).sum(-1, keepdim=True)
+                slope -= (out * mixed[strip.rows].to(dtype)).sum(-1, keepdim=True)
                 slope *= weights
-                dq[b, h, r] = products(slope, key_heads(k, strip, choice.call).to(dtype), choice.call.scale)
-                _add_keys(dk, strip, choice.call, slope, q[b, h, r].to(dtype) * choice.call.scale)
+                dq[strip.rows] = products(slope, key_heads(k, strip, choice.call).to(dtype), choice.call.scale)
+                _add_keys(dk, strip, choice.call, slope, q[strip.rows].to(dtype) * choice.call.scale)
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -156,42 +153,45 @@ def _written_out(choice: Choice, inputs: Inputs) -> Tensor:
         with outside_all_modes(q.device.type):
             strip, weights, _ = _weights(choice, strip)
             bias = strip_part(choice.call.bias, strip)
-        b, h, r = strip.samples, strip.heads, strip.queries
-        scores = products(q[b, h, r].to(dtype), key_heads(k, strip, choice.call).to(dtype).mT, choice.call.scale)
-        scores = scores if bias is None else scores + bias
-        kept = weights > 0  # one that underflows has no slope either
-        hidden = ~kept & kept.any(-1, keepdim=True)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(~kept, 0)
-        mixed[b, h, r] = products(weights, key_heads(v, strip, choice.call).to(dtype)).to(q.dtype)
+        scores = products(
+            q[strip.rows].to(dtype), key_heads(k, strip, choice.call).to(dtype).mT, choice.call.scale
+        )
+        if bias is not None:
+            scores = scores + bias
+        positive = weights > 0  # one that underflows has no slope either
+        hidden = ~positive & positive.any(-1, keepdim=True)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(~positive, 0)
+        mixed[strip.rows] = products(weights, key_heads(v, strip, choice.call).to(dtype)).to(q.dtype)
     return mixed
 
 
 def _weights(choice: Choice, strip: Strip) -> tuple[Strip, Tensor, Tensor]:
     """Return a strip's weights, zero outside of the kept keys, and the numbers of these; the strip may widen."""
     scores = choice.scores(strip)
-    allowed = choice.allowed(strip)
-    kept, number = choice.kept(strip, scores, allowed)
+    mask, number = choice.kept(strip, scores, choice.allowed(strip))
     # A query whose own key is hidden may have no near key: then it keeps all.
-    some = strip.banded and choice.call.allowed is None
-    if strip.banded and not some and not bool(number.all()):
-        return _weights(choice, replace(strip, keys=choice.seen(strip.queries), banded=False))
-    some = some or is_true_on_cpu(number.all())
-    weights = scores.masked_fill_(~kept, -torch.inf).softmax(-1)
-    return strip, weights if some else weights.masked_fill_((number == 0)[..., None], 0), number
+    every_row_keeps = strip.banded and choice.call.allowed is None
+    if strip.banded and not every_row_keeps and not bool(number.all()):
+        return _weights(choice, replace(strip, keys=choice.visible_keys(strip.queries), banded=False))
+    every_row_keeps = every_row_keeps or is_true_on_cpu(number.all())
+    weights = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
+    if not every_row_keeps:
+        weights = weights.masked_fill_((number == 0)[..., None], 0)
+    return strip, weights, number
 
 
 def _add_keys(total: Tensor, strip: Strip, call: AttentionCall, weights: Tensor, rows: Tensor) -> None:
     """Add weightsᵀ @ rows to the keys of a strip; heads that share a key add up."""
     shared = call.q.shape[1] // call.k.shape[1]
     heads = slice(strip.heads.start // shared, -(-strip.heads.stop // shared))
-    own = total[strip.samples, heads]
-    shared_rows = rows.shape[1] * rows.shape[2] // own.shape[1]
-    left, right = (x.reshape(len(own) * own.shape[1], shared_rows, x.shape[3]) for x in (weights, rows))
-    part = torch.bmm(left.mT, right).view(*own.shape[:2], left.shape[2], own.shape[3])
+    keys = total[strip.samples, heads]
+    shared_rows = rows.shape[1] * rows.shape[2] // keys.shape[1]
+    left, right = (x.reshape(len(keys) * keys.shape[1], shared_rows, x.shape[3]) for x in (weights, rows))
+    part = torch.bmm(left.mT, right).view(*keys.shape[:2], left.shape[2], keys.shape[3])
     if isinstance(strip.keys, slice):
-        own[:, :, strip.keys] += part
+        keys[:, :, strip.keys] += part
     else:
-        own.index_add_(2, strip.keys, part)
+        keys.index_add_(2, strip.keys, part)
 
 
 _LEAST = 512  # queries from which a call on a GPU takes FlexAttention; shorter ones do not pay for its start
@@ -237,9 +237,10 @@ def flexible(choice: Choice, inputs: Inputs) -> MaskedOutput:
         torch.compiler.set_stance("default"),
         torch._dynamo.config.patch(recompile_limit=64),
     ):
-        several = q.shape[1] != k.shape[1]
-        output = _flex(not FAILED)(q, k, v, modified, blocks, choice.call.scale, several)
-    number = number if rows is None or rows.number is None else rows.number
+        grouped = q.shape[1] != k.shape[1]
+        output = _flex(not FAILED)(q, k, v, modified, blocks, choice.call.scale, grouped)
+    if rows is not None and rows.number is not None:
+        number = rows.number
     return MaskedOutput(output, number, None if rows is None else rows.close.sum())
 
 
@@ -254,41 +255,15 @@ def _flex(dynamic: bool) -> Callable[..., Tensor]:
 
 def row_thresholds(choice: Choice) -> Thresholds:
     """Return the scores halfway between each row's k-th and next one; positions tell equal ones apart."""
-    call = choice.call
-    most = max(choice.counts)
-    p = getattr(choice.rule, "p", None)
-    number = None
-    if p is None and call.q.is_cuda and kernels.refusal(call.q, None, most) is None:
-        free = call.allowed
-        if choice.near is not None or choice.sinks is not None:
-            heads, queries, keys = (slice(0, n) for n in (*call.q.shape[1:3], call.k.shape[2]))
-            fixed = choice.fixed(Strip(slice(None), heads, queries, keys))
-            assert fixed is not None
-            free = ~fixed if free is None else free & ~fixed
-        scores = Scores(call.q, call.k, call.scale, free, call.bias, None, call.causal, call.first_query)
-        found = kernels.kernel_rows(scores, most, None, False)[0]
-        top = found["top"]
-        order = found["order"]
+    if isinstance(choice.rule, TopP):
+        top, order, number = _heaviest_scores(choice, choice.rule.p)
     else:
-        top = torch.empty(*call.q.shape[:3], most + 1, device=call.q.device)
-        order = torch.empty(*call.q.shape[:3], most, dtype=torch.int32, device=call.q.device)
-        number = None if p is None else torch.empty_like(order[..., 0])
-        for strip in choice.strips():
-            at = strip.samples, strip.heads, strip.queries
-            values = choice.scores(strip).masked_fill_(~choice.free(strip), -torch.inf)
-            if p is None or number is None:
-                top[at], order[at] = largest_scores(values, most)
-                continue
-            values, places = F.pad(values, (0, 1), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
-            count = heaviest(values, p).sum(-1, keepdim=True)
-            at_last = (count - 1).clamp(min=0)
-            top[at] = values.gather(-1, torch.cat([at_last, count], -1))
-            order[at] = places.gather(-1, at_last).int()
-            number[at] = count[..., 0].int()
+        top, order = _top_scores(choice)
+        number = None
     k = integers(*choice.counts, device=top.device)[:, None, None].expand(*top.shape[:3], 1)
     last, after = (top.gather(-1, rank)[..., 0] for rank in ((k - 1).clamp(min=0), k))
     place = order.gather(-1, (k - 1).clamp(min=0))[..., 0]
-    near = _error(call) + 2.0**-22 * last.abs().nan_to_num(0, 0, 0)
+    near = _error(choice.call) + 2.0**-22 * last.abs().nan_to_num(0, 0, 0)
     middle = after + (last - after) / 2
     middle = torch.where(middle > after, middle, last).masked_fill(after == -torch.inf, -torch.inf)
     tied = (last == after) & (after > -torch.inf)
@@ -296,6 +271,44 @@ def row_thresholds(choice: Choice) -> Thresholds:
     high = torch.where(tied, last + 2 * near, middle).masked_fill(none, torch.inf)
     low = torch.where(tied, last - 2 * near, middle).masked_fill(none, torch.inf)
     return Thresholds(high, low, place, (last - after <= 4 * near) & (after > -torch.inf) & ~none, number)
+
+
+def _top_scores(choice: Choice) -> tuple[Tensor, Tensor]:
+    """Return the k + 1 largest scores of each row, (B, H, Lq, k + 1), and the places of the first k."""
+    call = choice.call
+    most = max(choice.counts)
+    if call.q.is_cuda and kernels.refusal(call.q, None, most) is None:
+        free = call.allowed
+        strip = Strip(slice(None), slice(0, call.q.shape[1]), slice(0, call.q.shape[2]), slice(0, call.k.shape[2]))
+        fixed = choice.fixed(strip)
+        if fixed is not None:
+            free = ~fixed if free is None else free & ~fixed
+        scores = Scores(call.q, call.k, call.scale, free, call.bias, None, call.causal, call.first_query)
+        rows = kernels.kernel_rows(scores, most, None, False)[0]
+        return rows["top"], rows["order"]
+    top = torch.empty(*call.q.shape[:3], most + 1, device=call.q.device)
+    order = torch.empty(*call.q.shape[:3], most, dtype=torch.int32, device=call.q.device)
+    for strip in choice.strips():
+        values = choice.scores(strip).masked_fill_(~choice.free(strip), -torch.inf)
+        top[strip.rows], order[strip.rows] = largest_scores(values, most)
+    return top, order
+
+
+def _heaviest_scores(choice: Choice, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's last score that a share of p keeps and the next one, its place, and how many are kept."""
+    call = choice.call
+    top = torch.empty(*call.q.shape[:3], 2, device=call.q.device)
+    order = torch.empty(*call.q.shape[:3], 1, dtype=torch.int32, device=call.q.device)
+    number = torch.empty_like(order[..., 0])
+    for strip in choice.strips():
+        values = choice.scores(strip).masked_fill_(~choice.free(strip), -torch.inf)
+        values, places = F.pad(values, (0, 1), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
+        count = heaviest(values, p).sum(-1, keepdim=True)
+        last = (count - 1).clamp(min=0)
+        top[strip.rows] = values.gather(-1, torch.cat([last, count], -1))
+        order[strip.rows] = places.gather(-1, last).int()
+        number[strip.rows] = count[..., 0].int()
+    return top, order, number
 
 
 def _error(call: AttentionCall) -> Tensor:
@@ -319,60 +332,66 @@ _LAYOUTS: dict[tuple[Any, ...], _Layout] = {}  # the last ones of calls without 
 def _layout(choice: Choice, table: GroupedMask | None) -> _Layout:
     """Return the numbers of kept keys, and FlexAttention's mask: what the call allows, or positions keep of it."""
     call = choice.call
-    rule = choice.rule
-    sinks = getattr(rule, "sinks", 0)
-    key = (*choice.counts, choice.near, sinks, call.q.shape, call.k.shape[2], call.first_query, call.causal)
-    key = (*key, call.q.device)
+    length = call.k.shape[2]
+    sinks = getattr(choice.rule, "sinks", 0)
+    shapes = (call.q.shape, length, call.first_query, call.causal, call.q.device)
+    key = (*choice.counts, choice.window, sinks, *shapes)
     cached = call.allowed is None and table is None
     if cached and key in _LAYOUTS:
         return _LAYOUTS[key]
-    length = call.k.shape[2]
-    k = integers(*choice.counts, device=call.q.device)[:, None].int()
-    heads = 1 if table is None else table.kept.shape[1]
+    heads = 1 if table is None else table.mask.shape[1]
     step = max(1, _AT_ONCE // (length * len(call.q) * heads) // _BLOCK) * _BLOCK
-    numbers = list[Tensor]()
-    bares = list[Tensor]()
-    some = list[Tensor]()
-    every = list[Tensor]()
-    for start in range(0, call.q.shape[2], step):
-        rows = slice(start, min(start + step, call.q.shape[2]))
-        strip = Strip(slice(None), slice(0, call.q.shape[1]), rows, slice(0, length))
-        seen = choice.allowed(strip)
-        fixed = choice.fixed(strip)
-        keys = count_true(seen)
-        fixed = None if fixed is None else fixed & seen
-        if table is not None:
-            kept = table.part(slice(None), rows, slice(None)) & seen
-            fixed = kept if fixed is None else fixed | kept
-        chosen = choice.by_position or table is not None
-        number = (
-            k.minimum(keys)
-            if fixed is None
-            else count_true(fixed) + k.minimum(keys - count_true(fixed)) * (not chosen)
-        )
-        without = number == 0  # a query without any key keeps all
-        if chosen and fixed is not None:
-            seen = fixed | (seen & without[..., None])
-        numbers.append(torch.where(without, keys, number))
-        bares.append(without)
-        inside = F.pad(seen, (0, -length % _BLOCK, 0, -seen.shape[2] % _BLOCK)).view(torch.uint8)
-        inside = inside.view(*inside.shape[:2], -1, _BLOCK, inside.shape[3] // _BLOCK, _BLOCK)
-        inside = inside.sum((3, 5), dtype=torch.int32)
-        some.append((inside > 0) & (inside < _BLOCK**2))
-        every.append(inside == _BLOCK**2)
-    bare = None if cached else torch.cat(bares, 2)
+    starts = range(0, call.q.shape[2], step)
+    parts = [_layout_of_rows(choice, table, slice(i, min(i + step, call.q.shape[2]))) for i in starts]
+    number, bare, partial, full = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     from torch.nn.attention.flex_attention import BlockMask
 
-    listed = (*_listed(torch.cat(some, 2)), *_listed(torch.cat(every, 2)))
-    visible = _mask_mod(choice, bare, table)
-    sizes: dict[str, Any] = {"BLOCK_SIZE": _BLOCK, "seq_lengths": (call.q.shape[2], length)}
-    blocks = BlockMask.from_kv_blocks(*listed, mask_mod=visible, **sizes)
-    found = torch.cat(numbers, 2), bare, blocks
+    blocks = BlockMask.from_kv_blocks(
+        *_listed(partial),
+        *_listed(full),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=_mask_mod(choice, None if cached else bare, table),
+        seq_lengths=(call.q.shape[2], length),
+    )
+    layout = number, None if cached else bare, blocks
     if cached:
         while len(_LAYOUTS) >= 8:
             del _LAYOUTS[next(iter(_LAYOUTS))]
-        _LAYOUTS[key] = found
-    return found
+        _LAYOUTS[key] = layout
+    return layout
+
+
+def _layout_of_rows(
+    choice: Choice, table: GroupedMask | None, rows: slice
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return some queries' numbers of kept keys, whether there is none, and the blocks seen in part and wholly."""
+    call = choice.call
+    length = call.k.shape[2]
+    strip = Strip(slice(None), slice(0, call.q.shape[1]), rows, slice(0, length))
+    visible = choice.allowed(strip)
+    keys = count_true(visible)
+    fixed = choice.fixed(strip)
+    if fixed is not None:
+        fixed = fixed & visible
+    if table is not None:
+        mask = table.part(slice(None), rows, slice(None)) & visible
+        fixed = mask if fixed is None else fixed | mask
+    k = integers(*choice.counts, device=call.q.device)[:, None].int()
+    determined = choice.by_position or table is not None
+    if fixed is None:
+        number = k.minimum(keys)
+    else:
+        number = count_true(fixed)
+        if not determined:
+            number = number + k.minimum(keys - number)
+    bare = number == 0  # a query without any key keeps all
+    if determined and fixed is not None:
+        visible = fixed | (visible & bare[..., None])
+    inside = F.pad(visible, (0, -length % _BLOCK, 0, -visible.shape[2] % _BLOCK)).view(torch.uint8)
+    inside = inside.view(*inside.shape[:2], -1, _BLOCK, inside.shape[3] // _BLOCK, _BLOCK)
+    inside = inside.sum((3, 5), dtype=torch.int32)
+    partial = (inside > 0) & (inside < _BLOCK**2)
+    return torch.where(bare, keys, number), bare, partial, inside == _BLOCK**2
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -386,39 +405,53 @@ def _at(values: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _mask_mod(choice: Choice, bare: Tensor | None, table: GroupedMask | None) -> Callable[..., Tensor]:
+    """Return whether a query attends to a key, as far as scores do not matter."""
     call = choice.call
-    size = (*call.q.shape[:3], call.k.shape[2])
     causal = call.causal
-    allowed = _at(call.allowed, size)
-    near = _near(choice)
-    positions = near if choice.by_position or table is not None else None
-    kept, rows, columns = (None,) * 3 if table is None else table
-    if kept is not None and rows is not None and columns is not None:
-        kept = kept.expand(*size[:2], -1, -1)
-        rows, columns = (x.expand(size[0], -1).contiguous() for x in (rows, columns))
+    allowed = _at(call.allowed, (*call.q.shape[:3], call.k.shape[2]))
+    kept = _kept_mod(choice, table)
     first = integers(call.first_query, device=call.q.device)
-    everything = None if bare is None else bare.expand(size[:3])
+    keeps_everything = None if bare is None else bare.expand(call.q.shape[:3])
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = k >= 0
-        if kept is not None and rows is not None and columns is not None:
-            seen = kept[b, h, rows[b, q], columns[b, k]]
-            seen = seen if positions is None else seen | positions(b, q, k)
-        elif positions is not None:
-            seen = positions(b, q, k)
-        if everything is not None and (kept is not None or positions is not None):
-            seen = seen | everything[b, h, q]
+        mask = k >= 0
+        if kept is not None:
+            mask = kept(b, h, q, k)
+            if keeps_everything is not None:
+                mask = mask | keeps_everything[b, h, q]
         if causal:
-            seen = seen & (k <= q + first[0])
-        return seen if allowed is None else seen & allowed[b, h, q, k]
+            mask = mask & (k <= q + first[0])
+        return mask if allowed is None else mask & allowed[b, h, q, k]
 
     return visible
+
+
+def _kept_mod(choice: Choice, table: GroupedMask | None) -> Callable[..., Tensor] | None:
+    """Return whether a key is kept by a table or, without scores, for its position; None: that does not say it."""
+    positions = _positions_mod(choice)
+    if table is None:
+        if positions is None or not choice.by_position:
+            return None
+
+        def by_position(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return positions(b, q, k)
+
+        return by_position
+    batch, heads, _, _ = choice.call.q.shape
+    mask = table.mask.expand(batch, heads, -1, -1)
+    rows, columns = (x.expand(batch, -1).contiguous() for x in (table.query_groups, table.key_groups))
+
+    def by_table(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        in_table = mask[b, h, rows[b, q], columns[b, k]]
+        return in_table if positions is None else in_table | positions(b, q, k)
+
+    return by_table
 
 
 def _score_mod(choice: Choice, rows: Thresholds | None) -> Callable[..., Tensor] | None:
     call = choice.call
     bias = _at(call.bias, (*call.q.shape[:3], call.k.shape[2]))
-    near = _near(choice)
+    positions = _positions_mod(choice)
     if rows is None and bias is None:
         return None
     high, low, place = (None,) * 3 if rows is None else rows[:3]
@@ -428,30 +461,28 @@ def _score_mod(choice: Choice, rows: Thresholds | None) -> Callable[..., Tensor]
             score = score + bias[b, h, q, k]
         if high is None or low is None or place is None:
             return score
-        kept = (score >= high[b, h, q]) | ((score >= low[b, h, q]) & (k <= place[b, h, q]))
-        if near is not None:
-            kept = kept | near(b, q, k)
-        return torch.where(kept, score, -torch.inf)
+        mask = (score >= high[b, h, q]) | ((score >= low[b, h, q]) & (k <= place[b, h, q]))
+        if positions is not None:
+            mask = mask | positions(b, q, k)
+        return torch.where(mask, score, -torch.inf)
 
     return modified
 
 
-def _near(choice: Choice) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def _positions_mod(choice: Choice) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Return whether keys are kept for their position, as a function of sample, query and key; None: none is."""
     call = choice.call
-    near = choice.near
-    sinks = choice.sinks
-    if near is None and sinks is None:
+    windowed = choice.window is not None
+    if not windowed and choice.sinks is None:
         return None
-    numbers = integers(call.first_query, *(near or (0, 0)), device=call.q.device)
-    sinks = None if sinks is None else sinks.expand(len(call.q), -1).contiguous()
-    window = near is not None
+    numbers = integers(call.first_query, *(choice.window or (0, 0)), device=call.q.device)
+    sinks = None if choice.sinks is None else choice.sinks.expand(len(call.q), -1).contiguous()
 
-    def kept(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def by_position(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
         back = q + numbers[0] - k
         inside = (back <= numbers[1]) & (back >= -numbers[2])
         if sinks is None:
             return inside
-        return inside | sinks[b, k] if window else sinks[b, k]
+        return inside | sinks[b, k] if windowed else sinks[b, k]
 
-    return kept
+    return by_position

@@ -19,7 +19,8 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped
 from semdiag.capturing.call_strips import count_true, number_of_keys
-from semdiag.capturing.kept_keys import SharedChoices, all_kept
+from semdiag.capturing.choices import SharedChoices
+from semdiag.capturing.kept_keys import all_kept
 from semdiag.capturing.loading import imported_function, names_factory
 from semdiag.capturing.masked_attention import as_computed, attended, out_of_memory, why_dense
 from semdiag.capturing.padding import Padding
@@ -235,11 +236,11 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             masked.audit.remarks[Remark(call.module, choice.remark)] += 1
         output: Tensor | MaskedOutput | None = None
         number: Tensor | None = None
-        if inputs is not None and reason is None and not choice.whole:
+        if inputs is not None and reason is None and not choice.keeps_all:
             output = attended(choice, inputs)
             number = output.number
             masked._close += [] if output.close is None else [output.close]
-        elif not choice.whole:
+        elif not choice.keeps_all:
             if reason is not None:
                 masked.audit.remarks[Remark(call.module, f"its mask is a tensor of queries × keys: {reason}")] += 1
             masked_attention.check_memory(call)

@@ -14,7 +14,7 @@ from torch import nn
 from semdiag import RandomK, TopK, TopP, Window, sparsify, tiles
 from semdiag.capturing import call_strips, kept_keys, masked_attention
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice
+from semdiag.capturing.choices import choice_of
 from semdiag.measuring import outputs
 from semdiag.measuring.calls import counted_rows, residual
 from semdiag.questions.k_sweep import budgets
@@ -94,7 +94,7 @@ def test_strips_end_within_samples_heads_and_queries(monkeypatch):
     for at_once in (3 * LENGTH, 2 * ONE_SAMPLE // HEADS, 2 * ONE_SAMPLE):
         monkeypatch.setattr(kept_keys, "_AT_ONCE", at_once)
         for name, rule in (("scores", TopK(3)), ("draws", RandomK(3)), ("places", Window(3))):
-            for strip in Choice(rule, call).strips():
+            for strip in choice_of(rule, call).strips():
                 sizes = [part.stop - part.start for part in (strip.samples, strip.heads, strip.queries)]
                 found.setdefault(name, set()).add(tuple(sizes))
     for name in ("scores", "places"):
@@ -175,7 +175,7 @@ def test_what_flex_attention_is_given_does_not_depend_on_where_strips_end(monkey
     call = AttentionCall("", 0, q, q, q, 0.5, allowed, None, None, q, causal=True)
 
     def layout():
-        choice = Choice(rule, call)
+        choice = choice_of(rule, call)
         number, bare, blocks = masked_attention._layout(choice, choice.table() if choice.by_table else None)
         return number, bare, blocks.to_dense(), blocks.full_kv_num_blocks
 

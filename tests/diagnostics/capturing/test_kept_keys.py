@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from semdiag.capturing import call_strips
 from semdiag.capturing import kept_keys as module
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice, all_kept
+from semdiag.capturing.choices import choice_of, heaviest
+from semdiag.capturing.kept_keys import all_kept
 from semdiag.capturing.rules import RandomK, TopK, TopP, Window
 from semdiag.questions.k_sweep.budgets import rule_of
 
@@ -63,7 +64,7 @@ def call_of(padded):
 
 
 def kept_keys(rule, call):
-    return all_kept(Choice(rule, call))
+    return all_kept(choice_of(rule, call))
 
 
 RULES = [
@@ -140,7 +141,7 @@ def test_a_share_of_the_weight_is_that_of_exact_sums(dtype, p):
     scores = 3 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0), dtype=dtype)
     scores[3, 500:] = -torch.inf
     scores = scores.sort(-1, descending=True).values
-    for row, found in zip(scores.double().tolist(), module.heaviest(scores, p), strict=True):
+    for row, found in zip(scores.double().tolist(), heaviest(scores, p), strict=True):
         weights = [math.exp(score - row[0]) for score in row]
         whole, held, count = math.fsum(weights), 0.0, 0
         while count < len(row) and weights[count] and held < p * whole:

@@ -13,7 +13,8 @@ import semdiag
 from semdiag.capturing import kept_keys, masked_attention
 from semdiag.capturing.adapters.fused import _over_all
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import Choice, SharedChoices, all_kept
+from semdiag.capturing.choices import SharedChoices, choice_of
+from semdiag.capturing.kept_keys import all_kept
 from semdiag.capturing.masked_attention import flexible, in_strips, row_thresholds
 from semdiag.capturing.rules import RandomK, SkipTiles, TopK, TopP, Window
 from semdiag.capturing.sparsify import sparsify
@@ -113,12 +114,12 @@ def test_outputs_and_gradients_of_strips_are_those_of_dense_float64(monkeypatch,
     """Few scores at a time or all; by loops where a rule ranks scores by itself, else with the call's mask."""
     call = call_of(kind)
     by_itself = isinstance(rule, TopK) and rule.block == 1 and rule.shared == "head"
-    chosen = all_kept(Choice(rule, call))
+    chosen = all_kept(choice_of(rule, call))
     kept = keys_by_loops(call, rule) if by_itself else chosen[0] & chosen[1]
     monkeypatch.setattr(kept_keys, "_AT_ONCE", at_once)
     monkeypatch.setattr(kept_keys, "_BAND", (4, 8))
     own = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    found = in_strips(Choice(rule, call), tuple(own))
+    found = in_strips(choice_of(rule, call), tuple(own))
     exact = [x.detach().double().requires_grad_() for x in own]
     expected = dense(call, kept, *exact)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
@@ -162,9 +163,9 @@ def test_what_flex_attention_is_given_keeps_the_same_keys(monkeypatch, rule, kin
     """Its functions of positions and scores, its blocks, its tables, and the numbers of kept keys."""
     monkeypatch.setattr(masked_attention, "_flex", evaluated)
     call = call_of(kind, length)
-    assert Choice(rule, call).by_threshold != Choice(rule, call).by_table
+    assert choice_of(rule, call).by_threshold != choice_of(rule, call).by_table
     own = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
-    found, strips = flexible(Choice(rule, call), tuple(own)), in_strips(Choice(rule, call), tuple(own))
+    found, strips = flexible(choice_of(rule, call), tuple(own)), in_strips(choice_of(rule, call), tuple(own))
     assert torch.equal(found.number.expand(strips.number.shape), strips.number)
     torch.testing.assert_close(found.output, strips.output, atol=2e-6, rtol=0)
     direction = torch.randn(call.q.shape, generator=torch.Generator().manual_seed(2))
@@ -182,7 +183,7 @@ def test_of_equal_scores_a_threshold_keeps_the_first():
     q[..., 0] = 1.0
     call = AttentionCall("", 0, q, k, k, 1.0, None, None, None, q)
     for count, kept in ((2, [2, 5]), (3, [2, 5, 7]), (5, [0, 1, 2, 5, 7])):
-        rows = row_thresholds(Choice(TopK(count), call))
+        rows = row_thresholds(choice_of(TopK(count), call))
         for rounding in (-1e-7, 0.0, 1e-7):
             z, places = call.scores(torch.float32) + rounding, torch.arange(9)
             high, low, place = (x[..., None] for x in rows[:3])
@@ -197,7 +198,7 @@ def test_layers_that_reuse_a_choice_keep_its_keys(monkeypatch):
     second = AttentionCall(**{**vars(second), "layer": 1, "q": second.q.flip(3)})
     monkeypatch.setattr(masked_attention, "_flex", evaluated)
     choices, rule = SharedChoices(), TopK(3, shared="layer", every=2)
-    kept = all_kept(Choice(rule, first))[0] & first.part().allowed
+    kept = all_kept(choice_of(rule, first))[0] & first.part().allowed
     for call in (first, second):
         inputs, choice = (call.q, call.k, call.v), choices.choice(rule, call)
         exact = dense(call, kept, *(x.double() for x in inputs))
@@ -209,7 +210,7 @@ def test_layers_that_reuse_a_choice_keep_its_keys(monkeypatch):
 
 @pytest.mark.parametrize("rule", [TopK(3, shared="group"), TopK(3, shared="layer"), RandomK(4)], ids=repr)
 def test_choices_that_would_need_a_table_of_queries_times_keys_stay_in_strips(rule):
-    choice = Choice(rule, call_of("causal"))
+    choice = choice_of(rule, call_of("causal"))
     assert not choice.by_table
     assert not choice.by_threshold
 
@@ -228,7 +229,7 @@ def test_torchs_own_flex_attention_gives_what_strips_give(monkeypatch, rule):
 
     call = call_of("padded in front", 150)
     inputs = call.q, call.k, call.v
-    found, strips = (attend(Choice(rule, call), inputs) for attend in (flexible, in_strips))
+    found, strips = (attend(choice_of(rule, call), inputs) for attend in (flexible, in_strips))
     assert torch.equal(found.number.expand(strips.number.shape), strips.number)
     torch.testing.assert_close(found.output, strips.output, atol=2e-6, rtol=0)
 
@@ -392,7 +393,7 @@ def test_a_kernel_that_does_not_compile_leaves_strips(monkeypatch):
 
 MEMORY = """
 import resource, sys, torch
-from semdiag.capturing.kept_keys import Choice
+from semdiag.capturing.choices import choice_of
 from semdiag.capturing.rules import TopK, Window
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.masked_attention import in_strips
@@ -401,7 +402,7 @@ q = torch.randn(1, 8, 4096, 16, requires_grad=True)
 call = AttentionCall("", 0, q.detach(), q.detach(), q.detach(), 0.3, None, None, None, q.detach(), causal=True)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for rule in (TopK(32), Window(64, sinks=4)):
-    in_strips(Choice(rule, call), (q, q, q)).output.sum().backward()
+    in_strips(choice_of(rule, call), (q, q, q)).output.sum().backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

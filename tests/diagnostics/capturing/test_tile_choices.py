@@ -8,7 +8,8 @@ import torch
 from semdiag.capturing import kept_keys as module
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.kept_keys import Choice, all_kept
+from semdiag.capturing.choices import choice_of
+from semdiag.capturing.kept_keys import all_kept
 from semdiag.capturing.masked_attention import in_strips
 from semdiag.capturing.rules import RandomK, SameAs, SkipTiles, TopK
 from semdiag.capturing.sparsify import engine_rule, sparsify
@@ -129,13 +130,13 @@ def test_tiles_keep_what_loops_over_texts_tiles_and_blocks_keep(monkeypatch, kin
     allowed = torch.ones(()).bool() if allowed is None else allowed
     for at_once in (2**19, 90):
         monkeypatch.setattr(module, "_AT_ONCE", at_once)
-        choice = Choice(rule, call)
+        choice = choice_of(rule, call)
         kept = all_kept(choice)
         kept = torch.ones_like(expected) if kept is None else kept[0]
         counted = expected.any(-1)
         assert torch.equal(kept & allowed & counted[..., None], expected)
     if kind not in ("sinks",):  # and the attention over them is that of a dense softmax
-        mixed = in_strips(Choice(rule, call), (call.q, call.k, call.v)).output
+        mixed = in_strips(choice_of(rule, call), (call.q, call.k, call.v)).output
         weights = call.scores(torch.float64).masked_fill(~expected, -torch.inf).softmax(-1).nan_to_num(0)
         dense = weights @ call.v.repeat_interleave(2, 1)
         assert torch.allclose(mixed.where(counted[..., None], 0), dense.where(counted[..., None], 0), atol=1e-12)
@@ -166,7 +167,7 @@ def newest(q, k, positions, query_block, block):
 
 def test_a_function_of_the_user_chooses_blocks():
     call = call_of("front")
-    kept, _ = all_kept(Choice(TopK(2, block=4, query_block=4, estimate=newest), call))
+    kept, _ = all_kept(choice_of(TopK(2, block=4, query_block=4, estimate=newest), call))
     first, last = 5, LENGTH - 1  # sample 1 begins at 5: its blocks are 5–8, 9–12, 13–16, 17–18
     assert kept[1, 0, last].nonzero()[:, 0].tolist() == [13, 14, 15, 16, 17, 18]
     assert kept[1, 0, first + 1].nonzero()[:, 0].tolist() == [5, 6]
@@ -213,7 +214,7 @@ def test_a_text_alone_and_padded_has_the_same_blocks_where_queries_see_later_key
 )
 def test_what_an_estimate_returns_is_checked(estimate, said):
     with pytest.raises(InputError, match=said):
-        Choice(TopK(1, block=4, query_block=4, estimate=estimate), call_of("causal"))
+        choice_of(TopK(1, block=4, query_block=4, estimate=estimate), call_of("causal"))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_what_an_estimate_returns_is_checked(estimate, said):
         (lambda: TopK(1, block=4, query_block=0), "query_block must be at least 1"),
         (lambda: TopK(1, block=4, estimate="mean"), "above 1 with an estimate"),
         (lambda: TopK(1, block=4, query_block=4, estimate="quests"), "quest"),
-        (lambda: Choice(SkipTiles(1.0, 64, 4), call_of("causal")), "larger than a text of 19 tokens"),
+        (lambda: choice_of(SkipTiles(1.0, 64, 4), call_of("causal")), "larger than a text of 19 tokens"),
         (lambda: engine_rule("tile-64", 64), "tile-64x64"),
         (lambda: engine_rule("skip-much", 64), "skip-8"),
         (lambda: engine_rule("tile-64x64-nowhere:f", 64), "nowhere cannot be imported"),
@@ -264,12 +265,12 @@ BLOCKED = [TopK(2, block=4), TopK(2, block=4, query_block=2), SkipTiles(1.0, 2, 
 def test_blocks_behind_a_cache_that_hides_first_keys_are_refused(rule, pad, before):
     """They counted from the padding: another choice than in one pass over the text."""
     with pytest.raises(InputError, match="a cache hides its first keys"):
-        Choice(rule, step_of(pad, before))
+        choice_of(rule, step_of(pad, before))
 
 
 def test_blocks_of_a_query_behind_a_cache_are_those_of_one_pass():
-    whole, _ = all_kept(Choice(TopK(2, block=4), call_of("causal")))
-    step, _ = all_kept(Choice(TopK(2, block=4), step_of()))
+    whole, _ = all_kept(choice_of(TopK(2, block=4), call_of("causal")))
+    step, _ = all_kept(choice_of(TopK(2, block=4), step_of()))
     assert torch.equal(step[:, :, 0], whole[:, :, -1])
 
 
@@ -279,12 +280,12 @@ def test_blocks_of_a_query_behind_a_cache_are_those_of_one_pass():
     ids=repr,
 )
 def test_rules_that_mean_something_else_behind_a_cache_say_so(rule, other):
-    assert (Choice(rule, step_of()).remark is not None) is other
-    assert Choice(rule, call_of("causal")).remark is None
+    assert (choice_of(rule, step_of()).remark is not None) is other
+    assert choice_of(rule, call_of("causal")).remark is None
 
 
 @pytest.mark.parametrize("before", [0, 1, 5])
 def test_first_keys_that_a_cache_has_dropped_are_no_sinks(before):
-    kept, _ = all_kept(Choice(TopK(0, sinks=2, window=1), step_of(keys_before=before)))
+    kept, _ = all_kept(choice_of(TopK(0, sinks=2, window=1), step_of(keys_before=before)))
     sinks = [j for j in range(LENGTH) if j + before < 2]
     assert kept[0, 0, 0].nonzero()[:, 0].tolist() == [*sinks, LENGTH - 1]

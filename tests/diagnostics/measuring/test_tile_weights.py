@@ -8,7 +8,8 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.capturing.kept_keys import Choice, all_kept
+from semdiag.capturing.choices import choice_of
+from semdiag.capturing.kept_keys import all_kept
 from semdiag.capturing.rules import SkipTiles, TopK
 from semdiag_files import InputError
 
@@ -25,7 +26,7 @@ BATCH = torch.randn(3, 22, 16, generator=torch.Generator().manual_seed(1), dtype
 
 
 def mask_of(rule, call):
-    kept = all_kept(Choice(rule, call))
+    kept = all_kept(choice_of(rule, call))
     return torch.ones(3, 2, 22, 22, dtype=torch.bool) if kept is None else kept[0]
 
 

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, each
 from semdiag.capturing.call_strips import integers, mark_largest
-from semdiag.capturing.kept_keys import Choice, Tiles
+from semdiag.capturing.choices import SkippedTiles
+from semdiag.capturing.kept_keys import Choice
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.rules import SkipTiles
 from semdiag.capturing.sparsify import engine_rule
+from semdiag.capturing.tiles import Tiles
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.table import Table
 from semdiag_files import InputError
@@ -47,18 +49,20 @@ class TileWeights:
         """Add a call."""
         self._length = max(self._length, call.k.shape[2])
         for size in {(rule.query_block, rule.block) for _, _, rule in self._rules}:
-            choice = Choice(SkipTiles(math.inf, *size), call)
+            choice = SkippedTiles(SkipTiles(math.inf, *size), call)
             tiles = choice.tiles
-            assert tiles is not None
-            assert tiles.found is not None
-            weight, pairs = tiles.found.weight[:, :, :-1], tiles.found.pairs[:, :, :-1]
-            seen, exact, heads = pairs > 0, tiles.found.ranking("weight"), call.q.shape[1]
-            others = seen if tiles.own is None else seen & ~tiles.own[:, None]
+            sums = choice.block_sums
+            weight = sums.weight[:, :, :-1]
+            pairs = sums.pairs[:, :, :-1]
+            seen = pairs > 0
+            exact = sums.ranking("weight")
+            heads = call.q.shape[1]
+            others = seen if tiles.position_blocks is None else seen & ~tiles.position_blocks[:, None]
             for kind, k, rule in self._rules:
                 if (rule.query_block, rule.block) != size:
                     continue
                 if isinstance(rule, SkipTiles):
-                    kept = (tiles.found.ranking("gap") >= -rule.threshold) & seen
+                    kept = (sums.ranking("gap") >= -rule.threshold) & seen
                     best = mark_largest(exact, kept.sum(-1, keepdim=True))
                     top = torch.full((heads,), math.nan)
                 else:
@@ -68,9 +72,9 @@ class TileWeights:
                     top = _top_weight(choice, tiles, k)
                 parts = [pairs * kept, pairs, weight * kept, weight * best, weight]
                 parts += _found(kept, best, others & (best.sum(-1) < seen.sum(-1))[..., None])
-                sums = torch.stack([*(x.double().sum((0, 2, 3)) for x in parts), top.to(seen.device)]).cpu()
+                shares = torch.stack([*(x.double().sum((0, 2, 3)) for x in parts), top.to(seen.device)]).cpu()
                 place = (kind, k, call.module, call.layer)
-                self._sums[place] = sums + self._sums.get(place, 0)
+                self._sums[place] = shares + self._sums.get(place, 0)
 
     def table(self, model: str) -> pd.DataFrame:
         """Return a row for each kind, k, layer and head."""
@@ -95,7 +99,7 @@ def _top_weight(choice: Choice, tiles: Tiles, k: int) -> Tensor:
     """Return the weight of the k largest keys of each query that counts, summed by head."""
     call = choice.call
     total = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)
-    real = tiles.of_queries.expand(len(call.q), -1) < tiles.tiles
+    real = tiles.query_tiles.expand(len(call.q), -1) < tiles.count
     for strip in choice.strips():
         scores = choice.scores(strip).masked_fill_(~choice.allowed(strip), -torch.inf)
         whole = scores.logsumexp(-1)

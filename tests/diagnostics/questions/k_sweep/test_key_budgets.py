@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag.capturing.call_strips import allowed_mask
-from semdiag.capturing.kept_keys import Choice, all_kept
+from semdiag.capturing.choices import choice_of
+from semdiag.capturing.kept_keys import all_kept
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.rules import TopK
 from semdiag.measuring.calls.running import running
@@ -32,7 +33,7 @@ def kept_by_masks(calls, k, block, min_keys):
     """Kept keys and all keys of every place and head, from the masks that a model is run with."""
     found = {}
     for call in calls:
-        kept = all_kept(Choice(TopK(k, block=block), call))
+        kept = all_kept(choice_of(TopK(k, block=block), call))
         part = call.part()
         allowed = allowed_mask(part)
         counted = part.counted & (allowed.sum(-1) >= min_keys)
