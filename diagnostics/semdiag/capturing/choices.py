@@ -9,7 +9,7 @@ from torch import Tensor
 from semdiag.capturing import call_strips
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import QueryReach, Strip
-from semdiag.capturing.kept_keys import Choice, hide, without
+from semdiag.capturing.kept_keys import Choice, hide, without_fixed
 from semdiag.capturing.rules import Keep, RandomK, Rule, SameAs, SkipTiles, TopK, TopP
 from semdiag.capturing.tiles import GroupedMask, Tiles
 from semdiag.mathematics.block_estimates import TileSums, block_scores
@@ -81,7 +81,7 @@ class TopKeys(Choice):
             if rule.shared != "head":
                 total = scores.masked_fill(~allowed, -torch.inf).logsumexp(-1, keepdim=True)
             scores = scores.clone()
-        free = without(allowed, fixed)
+        free = without_fixed(allowed, fixed)
         scores = hide(scores, free)
         if rule.shared == "head":
             mask = self._largest(scores, self._k[strip.heads], strip)
@@ -262,7 +262,7 @@ class DrawnKeys(Choice):
         return 1  # draws follow one another, head by head
 
     def _chosen(self, strip: Strip, scores: Tensor | None, allowed: Tensor, fixed: Tensor | None) -> Tensor:
-        free = without(allowed, fixed)
+        free = without_fixed(allowed, fixed)
         priorities = self._draw(strip)[..., strip.keys].masked_fill(~free, -torch.inf)
         return call_strips.mark_largest(priorities, self._k[strip.heads]) & free
 

@@ -210,7 +210,7 @@ class Choice:
 
     def free(self, strip: Strip) -> Tensor:
         """Return the keys that may be chosen: allowed, and not kept for their position."""
-        return without(self.allowed(strip), self.fixed(strip))
+        return without_fixed(self.allowed(strip), self.fixed(strip))
 
     def kept(self, strip: Strip, scores: Tensor | None, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """Return a strip's kept keys and their number in each row; other keys' ``scores`` may become -inf."""
@@ -250,7 +250,7 @@ class Choice:
         return self._order if self._order is None or len(self._order) == 1 else self._order[strip.samples]
 
 
-def without(allowed: Tensor, fixed: Tensor | None) -> Tensor:
+def without_fixed(allowed: Tensor, fixed: Tensor | None) -> Tensor:
     """Return the allowed keys that are not kept for their position."""
     return allowed if fixed is None else allowed & ~fixed
 

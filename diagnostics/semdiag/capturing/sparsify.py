@@ -20,7 +20,7 @@ from semdiag.capturing.attention_calls import take_off_hooks, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped
 from semdiag.capturing.call_strips import count_true, number_of_keys
 from semdiag.capturing.choices import SharedChoices
-from semdiag.capturing.kept_keys import all_kept
+from semdiag.capturing.kept_keys import Choice, all_kept
 from semdiag.capturing.loading import imported_function, names_factory
 from semdiag.capturing.masked_attention import as_computed, attended, out_of_memory, why_dense
 from semdiag.capturing.padding import Padding
@@ -61,15 +61,22 @@ class Masked:
         return sum(counts.calls for counts in self._counts.values())
 
     @property
+    def ran(self) -> bool:
+        """Whether the model ran, as far as one can tell."""
+        return bool(self.calls or self.audit.skipped or self.audit.captured)
+
+    @property
     def unmasked(self) -> list[Skipped]:
         """What looks like attention and got no mask, or got one and is no attention; only with ``partial``."""
         skipped = list(self.audit.skipped)
         masked: Counter[str] = Counter()
         for (module, _), counts in self._counts.items():
             masked[module] += counts.calls
-        for seen, times in self.audit.skipped.items():
-            masked[seen.module] -= times if seen.reason in (IGNORED, NO_VALUES) else 0
-            masked[seen.module] += times if seen.reason == _ELSEWHERE else 0
+        for entry, times in self.audit.skipped.items():
+            if entry.reason in (IGNORED, NO_VALUES):
+                masked[entry.module] -= times
+            elif entry.reason == _ELSEWHERE:
+                masked[entry.module] += times
         if self.audit.captured.total() <= masked.total():
             return skipped
         reason = "captured, but it takes no mask here"
@@ -86,8 +93,8 @@ class Masked:
     def totals(self) -> tuple[int, int]:
         """Kept keys and all keys, summed over heads, calls and queries that are not padding."""
         sums = (c.sums.sum(1).cpu() for c in self._counts.values())
-        _, kept, keys = sum(sums, torch.zeros(3, dtype=torch.int64)).tolist()
-        return kept, keys
+        _, kept_keys, keys = sum(sums, torch.zeros(3, dtype=torch.int64)).tolist()
+        return kept_keys, keys
 
     @property
     def kept(self) -> pd.DataFrame:
@@ -95,26 +102,28 @@ class Masked:
         rows = []
         for (module, occurrence), c in self._counts.items():
             numbers = zip(*c.sums.tolist(), c.least.tolist(), c.most.tolist(), strict=True)
-            for head, (queries, kept, keys, least, most) in enumerate(numbers):
+            for head, (queries, kept_keys, keys, least, most) in enumerate(numbers):
                 place = {"layer": c.layer, "module": module, "occurrence": occurrence, "head": head}
-                found = {"queries": queries, "least": least if queries else 0, "most": most}
-                means = {"kept": kept / max(1, queries), "keys": keys / max(1, queries)}
-                rows.append(place | found | means)
+                extremes = {"queries": queries, "least": least if queries else 0, "most": most}
+                means = {"kept": kept_keys / max(1, queries), "keys": keys / max(1, queries)}
+                rows.append(place | extremes | means)
         return pd.DataFrame(rows)
 
-    def _add(self, call: AttentionCall, kept: Tensor, keys: Tensor) -> None:
+    def _add(self, call: AttentionCall, number: Tensor, keys: Tensor) -> None:
         """Add the numbers of kept and of all keys of each query; they stay on their device until they are read."""
-        self._real += [] if call.queries is None else [(call.q.shape[2], call.queries.all())]
-        if self._last is not None and self._last[0] is kept and call.queries is None:  # calls that are alike
+        if call.queries is not None:
+            self._real.append((call.q.shape[2], call.queries.all()))
+        if self._last is not None and self._last[0] is number and call.queries is None:  # calls that are alike
             new = self._last[1]._replace(layer=call.layer)
         else:
-            some = call.counted & (keys > 0)
-            parts = ((x * some).movedim(1, 0).flatten(1) for x in (some, kept, keys))
-            some, number, keys = parts  # (H, B · Lq)
-            least = number.where(some, torch.iinfo(number.dtype).max).amin(1)
-            sums = torch.stack([x.sum(1) for x in (some, number, keys)])
-            new = _Counts(call.layer, 1, sums, least, number.amax(1))
-            self._last = (kept, new) if call.queries is None else None
+            real = call.counted & (keys > 0)
+            rows, kept_keys, keys = (
+                (x * real).movedim(1, 0).flatten(1) for x in (real, number, keys)
+            )  # (H, B·Lq)
+            least = kept_keys.where(rows, torch.iinfo(number.dtype).max).amin(1)
+            sums = torch.stack([x.sum(1) for x in (rows, kept_keys, keys)])
+            new = _Counts(call.layer, 1, sums, least, kept_keys.amax(1))
+            self._last = (number, new) if call.queries is None else None
         place = call.module, call.occurrence
         if (old := self._counts.get(place)) is not None:
             least = torch.minimum(old.least, new.least)
@@ -204,95 +213,129 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         [[0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 3.0, 6.0]]
     """
     check_keep(keep)
-    masked = Masked()
-    own = threading.get_ident()
-    padding = Padding(model)
-    choices = SharedChoices(keep)
-    parts = {id(module): name for name, module in model.named_modules()}
-
-    def mask(call: AttentionCall, inputs: Inputs | None) -> Tensor | MaskedOutput | None:
-        if checkpointed():
-            raise InputError(
-                f"{call.module} runs under activation checkpointing, which would run it again in the backward "
-                "pass, possibly without the mask. Turn checkpointing off (Hugging Face models: "
-                "gradient_checkpointing_disable())."
-            )
-        if (function := own_backward()) is not None:
-            raise InputError(
-                f"{call.module or 'The model itself'} attends in {function}, an autograd.Function, whose "
-                "own backward pass knows no mask: its gradients would be those of another model. Run it under "
-                f"torch.no_grad(), or without {function}, so that torch finds the gradients."
-            )
-        if threading.get_ident() != own:
-            masked.audit.skipped[Skipped(call.module, call.mechanism, _ELSEWHERE)] += 1
-            return None
-        reason = None if inputs is None else why_dense(call)
-        if inputs is not None and reason is None:
-            call, inputs = as_computed(call, inputs)
-        with outside_all_modes(call.q.device.type):
-            choice = choices.choice(rule_for(keep, call), call)
-            keys = number_of_keys(call)
-        if choice.remark is not None:
-            masked.audit.remarks[Remark(call.module, choice.remark)] += 1
-        output: Tensor | MaskedOutput | None = None
-        number: Tensor | None = None
-        if inputs is not None and reason is None and not choice.keeps_all:
-            output = attended(choice, inputs)
-            number = output.number
-            masked._close += [] if output.close is None else [output.close]
-        elif not choice.keeps_all:
-            if reason is not None:
-                masked.audit.remarks[Remark(call.module, f"its mask is a tensor of queries × keys: {reason}")] += 1
-            masked_attention.check_memory(call)
-            with outside_all_modes(call.q.device.type):
-                if (chosen := all_kept(choice)) is not None:
-                    output = chosen[0]
-                    number = count_true(chosen[0])
-        with outside_all_modes(call.q.device.type):
-            call = padding.marked(call, Audit())
-            masked._add(call, keys if number is None else number, keys)
-            masked._count_bare(call, choice.bare)
-            if number is None or (call.q.device.type == "cpu" and not bool((number < keys).any())):
-                return None  # no key is dropped: the model runs as it is
-        return output
-
-    def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        if id(module) in parts and threading.get_ident() != own and not is_followed():
-            raise InputError(
-                f"{parts[id(module)] or 'The model'} runs in another thread, where no mask can reach it."
-            )
-        if id(module) in parts and isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-            raise InputError("nn.DataParallel runs the model in other threads: sparsify the module inside it.")
-
-    def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        if module is model:
-            _check(masked, partial)
-
+    masking = _Masking(model, keep, partial)
+    masked = masking.masked
     try:
         with undone() as stack:
             stack.enter_context(OWN_GRADIENTS.held())
-            stack.enter_context(padding.watched())
-            stack.enter_context(undone(lambda: take_off_hooks(None, before, after)))
-            register_module_forward_pre_hook(before)
-            masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
-            register_module_forward_hook(after)
+            stack.enter_context(masking.padding.watched())
+            stack.enter_context(undone(lambda: take_off_hooks(None, masking.before, masking.after)))
+            register_module_forward_pre_hook(masking.before)
+            masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=masking.mask))
+            register_module_forward_hook(masking.after)
             yield masked
     except torch.OutOfMemoryError as error:
         raise InputError(f"The masked model needs more memory: {out_of_memory(error)}") from error
     finally:
         masked._remark_rows()
-    if masked.calls or masked.audit.skipped or masked.audit.captured:  # not if the model never ran
-        _check(masked, partial)
+    if masked.ran:
+        masking.check()
 
 
-def _check(masked: Masked, partial: bool) -> None:
-    if not (masked.calls or masked.audit.skipped or masked.audit.captured):
-        raise InputError("No softmax attention was found in the model: there is nothing to mask.")
-    if partial:
-        return
-    missed = [f"{s.module or 'the model itself'}: {s.operation} ({s.reason})" for s in masked.unmasked]
-    if missed:
+class _Masking:
+    """Masks the calls of a model in the thread that opened it."""
+
+    def __init__(self, model: nn.Module, keep: Keep, partial: bool) -> None:
+        self.masked = Masked()
+        self.padding = Padding(model)
+        self._model = model
+        self._keep = keep
+        self._partial = partial
+        self._choices = SharedChoices(keep)
+        self._thread = threading.get_ident()
+        self._names = {id(module): name for name, module in model.named_modules()}
+        # The same objects are registered and removed.
+        self.before = self._refuse_threads
+        self.after = self._check_model
+
+    def mask(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | MaskedOutput | None:
+        """Return a call's kept keys, or its output with them; None where no key is dropped."""
+        _refuse_other_gradients(call)
+        if threading.get_ident() != self._thread:
+            self.masked.audit.skipped[Skipped(call.module, call.mechanism, _ELSEWHERE)] += 1
+            return None
+        reason = None if inputs is None else why_dense(call)
+        if inputs is not None and reason is None:
+            call, inputs = as_computed(call, inputs)
+        with outside_all_modes(call.q.device.type):
+            choice = self._choices.choice(rule_for(self._keep, call), call)
+            keys = number_of_keys(call)
+        if choice.remark is not None:
+            self._remark(call, choice.remark)
+        output: Tensor | MaskedOutput | None = None
+        number: Tensor | None = None
+        if inputs is not None and reason is None and not choice.keeps_all:
+            output = attended(choice, inputs)
+            number = output.number
+            if output.close is not None:
+                self.masked._close.append(output.close)
+        elif not choice.keeps_all:
+            if reason is not None:
+                self._remark(call, f"its mask is a tensor of queries × keys: {reason}")
+            output = _dense_mask(choice)
+        with outside_all_modes(call.q.device.type):
+            if isinstance(output, Tensor):
+                number = count_true(output)
+            return output if self._record(call, choice, number, keys) else None
+
+    def _remark(self, call: AttentionCall, text: str) -> None:
+        self.masked.audit.remarks[Remark(call.module, text)] += 1
+
+    def _record(self, call: AttentionCall, choice: Choice, number: Tensor | None, keys: Tensor) -> bool:
+        """Record the numbers of kept keys; return whether one is dropped: else the model runs as it is."""
+        call = self.padding.marked(call, Audit())
+        self.masked._add(call, keys if number is None else number, keys)
+        self.masked._count_bare(call, choice.bare)
+        return number is not None and (call.q.device.type != "cpu" or bool((number < keys).any()))
+
+    def _refuse_threads(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        if id(module) not in self._names:
+            return
+        if threading.get_ident() != self._thread and not is_followed():
+            name = self._names[id(module)] or "The model"
+            raise InputError(f"{name} runs in another thread, where no mask can reach it.")
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise InputError("nn.DataParallel runs the model in other threads: sparsify the module inside it.")
+
+    def _check_model(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if module is self._model:
+            self.check()
+
+    def check(self) -> None:
+        """Refuse a model without attention or, unless partial, one whose attention was not all masked."""
+        masked = self.masked
+        if not masked.ran:
+            raise InputError("No softmax attention was found in the model: there is nothing to mask.")
+        if self._partial:
+            return
+        missed = [f"{s.module or 'the model itself'}: {s.operation} ({s.reason})" for s in masked.unmasked]
+        if missed:
+            raise InputError(
+                "Some of the model's attention cannot be masked, or a mask would hit something else. "
+                f"{'; '.join(missed)}. partial=True masks the rest, which answers a different question."
+            )
+
+
+def _refuse_other_gradients(call: AttentionCall) -> None:
+    """Refuse a call whose backward pass would be that of another model."""
+    if checkpointed():
         raise InputError(
-            "Some of the model's attention cannot be masked, or a mask would hit something else. "
-            f"{'; '.join(missed)}. partial=True masks the rest, which answers a different question."
+            f"{call.module} runs under activation checkpointing, which would run it again in the backward "
+            "pass, possibly without the mask. Turn checkpointing off (Hugging Face models: "
+            "gradient_checkpointing_disable())."
         )
+    function = own_backward()
+    if function is not None:
+        raise InputError(
+            f"{call.module or 'The model itself'} attends in {function}, an autograd.Function, whose "
+            "own backward pass knows no mask: its gradients would be those of another model. Run it under "
+            f"torch.no_grad(), or without {function}, so that torch finds the gradients."
+        )
+
+
+def _dense_mask(choice: Choice) -> Tensor | None:
+    """Return the kept keys of a call, (B, H, Lq, Lk) bool; None where no key is dropped."""
+    masked_attention.check_memory(choice.call)
+    with outside_all_modes(choice.call.q.device.type):
+        masks = all_kept(choice)
+    return None if masks is None else masks[0]
