@@ -5,8 +5,10 @@ from importlib import import_module
 import pytest
 import torch
 
+from semdiag import InputError
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.rounding import FORMATS
+from semdiag.selections.dense import kept_of_dense
 from semdiag.selections.files import read_selections
 from semdiag.selections.own import Saving, own_selections
 
@@ -74,7 +76,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def built(name):
+def built(name, **changed):
     """A model with random weights."""
     folder, family = name.split(".")
     pytest.importorskip(f"transformers.models.{folder}", reason="this transformers has no such model")
@@ -83,7 +85,7 @@ def built(name):
     torch.manual_seed(3)
     settings = FAMILIES[name][0]
     model = getattr(modeling, f"{family}Model")(
-        getattr(configuration, f"{family}Config")(**{**COMMON, **settings})
+        getattr(configuration, f"{family}Config")(**{**COMMON, **settings, **changed})
     )
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -157,3 +159,61 @@ def test_a_block_after_the_query_is_one_of_the_future(name, texts, tmp_path):
     indexers, _, _ = chosen_by(model, texts, tmp_path)
     assert all(one.parts[0].counts["future"] > 10 for one in indexers)
     assert all((one.faulty["class"] == "future").all() for one in indexers)
+
+
+KEEPING = ("deepseek_v32.DeepseekV32", "glm_moe_dsa.GlmMoeDsa", "hy_v4.HYV4", "mistral_large4.MistralLarge4Text")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_an_indexer_keeps_of_dense_attention_is_that_of_loops(name, texts):
+    """Beside the model's own weights, run with an index_topk of all keys, and its indexer's own scores."""
+    model = built(name, index_n_heads=16)  # with few heads, many scores tie at 0
+    found = kept_of_dense(model, [texts, {key: value[1:] for key, value in texts.items()}])
+    assert not found.left_out
+    assert all(module.index_topk == 6 for module in model.modules() if hasattr(module, "index_topk"))
+    scores = {}
+    for module_name, module in model.named_modules():
+        if hasattr(module, "index_topk"):
+            module.index_topk = 28
+
+            def score(module, arguments, output, name=module_name):
+                scores[name] = output
+
+            module.register_forward_hook(score)
+    model.set_attn_implementation("eager")
+    weights = model(**texts, output_attentions=True).attentions
+    donor = None
+    for layer, table in enumerate(weights):
+        name = f"layers.{layer}.self_attn"
+        donor = f"{name}.indexer" if f"{name}.indexer" in scores else donor
+        of_layer = found.heads[found.heads["module"] == name].set_index("head")
+        assert set(of_layer["indexer"]) == {donor}
+        for head in range(4):
+            kept, oracle, window, top1, recall = [], [], [], [], []
+            for sample in (0, 1, 2, 3, 1, 2, 3):
+                first = 5 if sample == 0 else 0
+                for query in range(first + 6, 28):
+                    row = table[sample, head, query].double().tolist()
+                    ranked = [key for key in scores[donor][sample, query].tolist() if first <= key <= query]
+                    choice, best = set(ranked[:6]), sorted(range(28), key=lambda key: -row[key])[:6]
+                    kept.append(sum(row[key] for key in choice))
+                    oracle.append(sum(row[key] for key in best))
+                    window.append(sum(row[query - 5 : query + 1]))
+                    top1.append(best[0] in choice)
+                    recall.append(len(choice & set(best)) / 6)
+            row = of_layer.loc[head]
+            assert row["rows"] == len(kept) == 17 + 6 * 22
+            for column, values in (("kept", kept), ("oracle", oracle), ("window", window)):
+                assert row[column] == pytest.approx(sum(values) / len(values), abs=2e-6)
+            assert row["kept_p5"] == pytest.approx(sorted(kept)[round(0.05 * (len(kept) - 1))], abs=0.02)
+            assert row["top1"] == pytest.approx(sum(top1) / len(top1), abs=0.02)
+            assert row["recall"] == pytest.approx(sum(recall) / len(recall), abs=0.01)
+            assert row["kept"] <= row["oracle"] + 1e-12
+    own = found.donors[found.donors["donor"] == donor]
+    assert (own[own["module"] == f"layers.{len(weights) - 1}.self_attn"]["overlap"] == 1).all()
+
+
+def test_a_model_without_an_indexer_is_refused(texts):
+    with pytest.raises(InputError, match="no indexer that chooses keys"):
+        kept_of_dense(torch.nn.Linear(2, 2), [])
