@@ -31,7 +31,7 @@ RULES += [TopP(0.7), RandomK(3, seed=1), TopK(2, shared="group"), TopK(3, shared
 RULES += [TopK(3, shared="layer", every=2)]
 CAUSAL = """
     GPT2 GPTNeoX OPT Llama Mistral Qwen2 Qwen3 Phi GPTJ Gemma2 Bloom Falcon Mpt CodeGen GPTBigCode Cohere Mixtral
-    Olmoe Granite Phi3 StableLm Starcoder2 Persimmon Nemotron Glm GptOss
+    Olmoe Granite Phi3 StableLm Starcoder2 Persimmon Nemotron Glm GptOss DeepseekV32 GlmMoeDsa
 """
 ENCODERS = "Bert Roberta DistilBert Electra XLMRoberta ModernBert MPNet DebertaV2 RoFormer Esm Ernie Camembert"
 PAIRS = "Bart T5 Marian MBart Pegasus M2M100 MT5"

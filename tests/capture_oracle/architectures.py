@@ -38,6 +38,12 @@ SPEECH = {
     "conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0,
 }  # fmt: skip
+INDEXED = {
+    "num_key_value_heads": 4,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 4,
+}  # learned choices of keys
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,9 @@ SPECIAL = {  # what the general numbers do not fit
             "num_attention_heads": [2, 4], "sequence_reduction_ratios": [2, 1], "patch_sizes": [4, 2], "strides": [4, 2],
             "mlp_ratios": [2, 2]},
     "DeepseekV3": {"num_key_value_heads": 4}, "DeepseekV2": {"num_key_value_heads": 4},
+    "DeepseekV32": INDEXED, "GlmMoeDsa": INDEXED, "HYV4": INDEXED, "AXK2": INDEXED, "MistralLarge4Text": INDEXED, "Dots3NoteText": INDEXED,
+    "Gemma3nText": {"vocab_size_per_layer_input": 60, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "num_kv_shared_layers": 0,
+                    "layer_types": ["full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 2},
     "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
     "CLIPVision": {"image_size": 32, "patch_size": 8},
     "SiglipVision": {"image_size": 32, "patch_size": 8},

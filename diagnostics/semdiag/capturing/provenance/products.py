@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semdiag.capturing.adapters.fused import NotFollowedError
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, four_axes
+from semdiag.capturing.provenance.positions import Extent, Side, over_positions, projected, sums_positions
 from semdiag.capturing.provenance.score_history import lowest, scores_alone
 from semdiag.capturing.provenance.softmaxes import MECHANISM, Softmaxes, find_axis
 from semdiag.capturing.provenance.tags import (
@@ -91,10 +92,13 @@ class Products:
         made = self._tags.scores(result)
         if made is None or not self._recorder.running:  # an optimiser's, outside the model
             return
-        for scores, other, axis in ((of_a, b, -1), (of_b, a, -2)):
+        for scores, factor, axis in ((of_a, b, -1), (of_b, a, -2)):
             if scores is None or any(scores.fixed) or scores.constant or not scores.sides(axis):
                 continue
-            if not (self._is_weight(other) or self._tags.constant(other)):
+            if self._is_weight(factor) or self._tags.constant(factor):
+                continue
+            stream = next((shape for shape in reversed(self._recorder.shapes) if len(shape) > 2), ())
+            if sums_positions(scores.summed, made.summed, math.prod(result.shape[:-2]), stream):
                 self._softmaxes.without[made.number] = name, self._recorder.module
 
     def _is_weight(self, tensor: Tensor) -> bool:
@@ -116,7 +120,15 @@ class Products:
         constant = self._tags.constant(a), self._tags.constant(b)
         number, sizes = self._tags.number(), (result.shape[-2], result.shape[-1])
         axes = own_axes(result.shape if result.ndim == 3 else (1, *result.shape), number)[-result.ndim :]
-        self._tags.tag_scores(result, Scores(number, sizes, fixed, any(constant), axes))
+        rows, left = _extents(a, of_a)
+        right, columns = _extents(b, of_b)
+        summed = Extent(a.shape[-1], over_positions((*left, *right)))
+        sides = rows, columns
+        if fixed[1]:
+            sides = projected(rows, sizes[1], summed)
+        elif fixed[0]:
+            sides = projected(columns, sizes[0], summed)[::-1]
+        self._tags.tag_scores(result, Scores(number, sizes, fixed, any(constant), axes, sides, summed))
 
     def _weighted(
         self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
@@ -218,6 +230,13 @@ class Products:
         elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
             v = v[:, :, :1]
         return history.call(v, mixed, heads, s), remark
+
+
+def _extents(factor: Tensor, tag: Scores | None) -> tuple[Side, Side]:
+    """Return what the last two axes of a product's factor run over."""
+    if tag is None:
+        return (Extent(factor.shape[-2], None),), (Extent(factor.shape[-1], None),)
+    return tag.extents(-2), tag.extents(-1)
 
 
 def _rows_in(x: Tensor, pieces: Sequence[AxisPiece], order: Sequence[int], shape: torch.Size) -> Tensor:
@@ -332,6 +351,7 @@ _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
 _SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")
 _SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _TIMES = ("mul", "mul_")
+_ACCUMULATING = ("cumsum", "cumsum_", "add", "add_", "sub", "sub_", "lerp", "lerp_", "addcmul", "addcmul_")
 _MOVED = frozenset((*_REGROUPING, *_COPIES, "cat", "stack", "permute", "transpose"))
 _DEFORMABLE = "its keys are parameters, and its values are interpolated between positions (deformable attention)"
 
@@ -371,9 +391,18 @@ def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: An
             if scores is not None:  # while both sides of the product are in the tensor
                 axes, _ = _axes_after(step, scores.axes)
                 if axes is not None and (axes is scores.axes or scores.whole_in(axes)):
-                    tags.tag_scores(out, scores._replace(axes=axes), derived=True)
+                    tags.tag_scores(out, _accumulated(step, scores)._replace(axes=axes), derived=True)
             if weights is not None:
                 _propagate_weights(step, weights)
+
+
+def _accumulated(step: _Step, scores: Scores) -> Scores:
+    """Return the tag of outer products after an operation: a sum of several is one over positions."""
+    if scores.summed != (1, None) or step.name not in _ACCUMULATING:
+        return scores
+    if step.name.startswith("cum") or not all(map(step.tags.constant, step.others)):
+        return scores._replace(summed=Extent(1, True))
+    return scores
 
 
 def float_outputs(result: Any) -> list[Tensor]:

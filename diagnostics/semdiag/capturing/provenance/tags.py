@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from semdiag.capturing.provenance.positions import Extent, Side, part_of
 from semdiag.capturing.provenance.score_history import ScoreHistory, lowest
 from semdiag.capturing.recording import is_plain
 
@@ -197,6 +198,8 @@ class Scores(NamedTuple):
     fixed: tuple[bool, bool]  # whether each factor is computed from parameters alone
     constant: bool  # whether a factor is made of constants alone
     axes: Axes
+    factors: tuple[Side, Side]  # what M and K run over
+    summed: Extent  # D
 
     def whole_in(self, axes: Axes) -> bool:
         """Return whether axes still contain both sides of the product, where longer than 1."""
@@ -217,6 +220,15 @@ class Scores(NamedTuple):
         """Return whether an axis of this size is a whole side of the product, with no column added or removed."""
         sides = self.sides(axis)
         return bool(sides) and self.sizes[sides[0]] == size
+
+    def extents(self, axis: int) -> Side:
+        """Return what the pieces of an axis run over."""
+        return tuple(
+            part_of(self.factors[p.axis - 1], p.size, p.step)
+            if p.origin == self.number and p.axis > 0
+            else Extent(p.size, None)
+            for p in self.axes[axis]
+        )
 
     def rows(self, key: int) -> set[int]:
         """Return the axes of the factor without the keys: queries, and heads that share the keys."""
