@@ -138,7 +138,7 @@ def configured(task: str, attention: str, seed: int, epochs: int = EPOCHS) -> Tr
     if attention == MATCHED:
         for layer in range(model.blocks):
             part = trainer.encoder.attention(layer)
-            part.core = MatchedCore(part.core.p)
+            part.core = MatchedCore(model)
     return trainer
 
 

@@ -18,7 +18,7 @@ import why_faster_figures
 
 from semdiag.measuring.findings.resampling import Interval
 from semdiag_files import InputError
-from semdiag_models import configure, find_task, read_checkpoint
+from semdiag_models import ModelConfig, configure, find_task, read_checkpoint
 from semdiag_models.sweep import SweepRun
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def test_matched_rows_are_as_concentrated_as_top_k(spread):
 def test_matched_attention_learns_as_if_its_factors_were_constants():
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 1, 7, 4, dtype=torch.float64, generator=generator) for _ in range(3))
-    core = concentration.MatchedCore(0.0).eval()
+    core = concentration.MatchedCore(ModelConfig(vocabulary_size=3, classes=2, length=7)).eval()
     points = [t.clone().requires_grad_() for t in (q, k)]
     core(*points, v, 0.5, None, None).square().sum().backward()
     factors = concentration.matching_factors(0.5 * q @ k.mT, 5)

@@ -11,6 +11,7 @@ import typer
 
 from semdiag.commands.main import main
 from semdiag.reporting import report
+from semdiag.reporting.folder import ReportFolder
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def sections(monkeypatch, here):
     asked = []
 
     def write(findings, folder, command, formats=(), keep_queries=False, sections=None, progress=None, look=None):
+        folder = folder.path if isinstance(folder, ReportFolder) else folder
         asked.append((sections, findings.measurements, folder))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text('{"verdict": []}', encoding="utf-8")

@@ -130,7 +130,7 @@ def test_lengths_need_minutes(refusal):
 def test_texts_too_long_for_the_memory_are_refused_with_the_length_that_fits(command, refusal, here, monkeypatch):
     """Before they run: the longest forward pass until then has 256 tokens."""
     lengths = []
-    monkeypatch.setattr(memory, "free_memory", lambda device: 1.1125 * 2**29)  # 0.5 GiB are for rows
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0.002 * 2**30)
     real = batching.call
     monkeypatch.setattr(
         batching, "call", lambda model, batch: lengths.append(batch.shape[1]) or real(model, batch)

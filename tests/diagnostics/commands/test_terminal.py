@@ -239,15 +239,13 @@ def test_progress_counts_every_stage(capsys, monkeypatch):
         assert (step.description, step.completed, step.total) == ("b", 1, 1)
 
 
-def test_a_survey_announces_each_probe(tiny_runs):
+def test_a_survey_announces_each_plan(tiny_runs, recorder):
     from semdiag.measuring.measure import Conditions
     from semdiag.measuring.survey import survey
     from semdiag.questions.k_sweep.measure import KSweepPlan
 
-    stages = []
-    conditions = Conditions(samples=4, plans=(KSweepPlan(),))
-    survey([tiny_runs.full], conditions, lambda stage, steps: stages.append(stage))
-    assert stages == [str(tiny_runs.full), f"{tiny_runs.full}: k-sweep"]
+    survey([tiny_runs.full], Conditions(samples=4, plans=(KSweepPlan(),)), recorder)
+    assert [stage for stage, _ in recorder.stages] == [str(tiny_runs.full), f"{tiny_runs.full}: k-sweep"]
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ import semdiag
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.bounds.measure import BoundsPlan
+from semdiag.questions.bounds.measure import CONSTANTS, BoundsPlan
 from semdiag.questions.stability.gains import spaced
-from semdiag.questions.stability.measure import SecantsPlan, measure_secants
+from semdiag.questions.stability.measure import SECANTS, SecantsPlan, measure_secants
 from semdiag_files import InputError
 from semdiag_models import Encoder, ModelConfig
 
@@ -365,8 +365,8 @@ def test_without_an_embedding_the_report_says_what_is_missing_and_why():
     said = found.remarks["text"].tolist()
     assert any(text.startswith("secants not available, because it has no token embedding") for text in said)
     assert any(text.startswith("bounds not available, because its normalisations") for text in said)
-    assert found.secants.empty
-    assert found.constants.empty
+    assert found[SECANTS].empty
+    assert found[CONSTANTS].empty
 
 
 @pytest.mark.slow

@@ -181,6 +181,7 @@ class ScoreHistory:
     def _at_keys(self, keys: slice) -> tuple[Tensor, Tensor]:
         """Return the scores of all rows at some keys, and which of them no mask forbids."""
         product = self.q.to(self._dtype) @ self.k[..., keys, :].to(self._dtype).mT
+        product = product.expand(*self.lead, *product.shape[-2:])  # a factor may have brought the heads
         bias, allowed = (None if x is None else x[..., keys] for x in self._terms())
         return self._completed(product, bias, allowed)
 

@@ -12,7 +12,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep import top_scores
-from semdiag.questions.k_sweep.measure import KSweepPlan
+from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan
 from semdiag_files import InputError
 
 LETTERS, SAMPLES = 7, 9
@@ -123,7 +123,7 @@ def test_scores_that_are_not_finite_are_told_and_nothing_is_swept(model, ids):
     with torch.no_grad():
         model.qkv.weight[0, 0] = torch.nan
     found = surveyed(model, ids)
-    assert found.sweep.empty
+    assert found[K_SWEEP_TABLE].empty
     assert any("its attention scores are not finite" in text for text in found.remarks["text"])
     assert model.seen == [SAMPLES]
 

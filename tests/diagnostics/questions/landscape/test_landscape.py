@@ -127,7 +127,7 @@ def test_the_model_and_the_world_stay_as_they_were(tiny_models, inputs, stop):
     plan = LandscapePlan(grid=3)
     if stop is None:
         landscape(model, *inputs, plan=plan, after_point=after_point)
-        assert sum(points) == plan.points
+        assert sum(points) == plan.steps()
     else:
         with pytest.raises(stop):
             landscape(model, *inputs, plan=plan, after_point=after_point)
