@@ -71,18 +71,17 @@ def test_inputs_without_labels_are_refused_by_name(refusal, sections, tiny_runs,
 
 @pytest.mark.slow
 def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monkeypatch):
-    from semdiag.questions.landscape import measure as landscape
-    from semdiag.questions.lipschitz import measure as lipschitz
+    from semdiag.questions.landscape.measure import LANDSCAPE, LandscapePlan
+    from semdiag.questions.lipschitz.measure import LOSS_GRADIENTS, LipschitzPlan
 
-    small = landscape.LandscapePlan(grid=3)
-    monkeypatch.setattr(landscape, "LandscapePlan", lambda **_: small)
-    few = lipschitz.LipschitzPlan(8, 2, 2, 5)
-    monkeypatch.setattr(lipschitz, "LipschitzPlan", lambda: few)
+    for plan in (LandscapePlan(grid=3), LipschitzPlan(8, 2, 2, 5)):
+        chosen = classmethod(lambda cls, options, plan=plan: plan if options.thorough else None)
+        monkeypatch.setattr(type(plan), "for_report", chosen)
     outcome = run_semdiag("report", tiny_runs.topk, *FEW, "--thorough", "--out", "there")
     assert outcome.code == 0, outcome.err
     assert len(sections[0][1].landscape) == 10
     assert len(sections[0][1].loss_gradients) == 6 * 7
     plain = run_semdiag("report", tiny_runs.topk, *FEW, "--out", "plain")
     assert plain.code == 0
-    assert sections[1][1].landscape.empty
-    assert sections[1][1].loss_gradients.empty
+    assert sections[1][1][LANDSCAPE].empty
+    assert sections[1][1][LOSS_GRADIENTS].empty
