@@ -12,7 +12,9 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel, in_evaluation_mode
 from semdiag.mathematics.score_strips import as_mask
+from semdiag.measuring.calls.running import placed
 from semdiag.selections.capture import Selected, tokens_of, watch_selections
 from semdiag_files import InputError
 
@@ -69,6 +71,19 @@ def kept_of_dense(model: nn.Module, batches: Sequence[Batch]) -> DenseAttention:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(join.left_out.items())[:2])
         raise InputError(f"No layer has queries with more than k keys to choose from. {why}".strip())
     return DenseAttention(_by_head(join.rows), _by_donor(join.donors), join.left_out)
+
+
+def kept_by_loaded(
+    loaded: LoadedModel, batches: Sequence[Batch], device: torch.device, dtype: torch.dtype
+) -> DenseAttention | None:
+    """Return what a model's indexers keep; None if it has none, or if they choose every key."""
+    model = placed(in_evaluation_mode(loaded.module), device, dtype)
+    if not any(_chooses_keys(module) for module in model.modules()):
+        return None
+    try:
+        return kept_of_dense(model, [batching.moved(batch, device, dtype) for batch in batches])
+    except InputError:  # no query has more than k keys
+        return None
 
 
 def _chooses_keys(module: nn.Module) -> bool:

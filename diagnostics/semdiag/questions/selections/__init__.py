@@ -116,6 +116,7 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None, listing: Li
     from semdiag.measuring.survey import inputs_of
     from semdiag.presenting.terminal import tell
     from semdiag.questions.selections.answer import own_answer, own_summary
+    from semdiag.selections.dense import kept_by_loaded
     from semdiag.selections.own import Saving, own_selections
     from semdiag_files import InputError
     from semdiag_models.train import find_device
@@ -137,8 +138,9 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None, listing: Li
             tell(f"Written: {save}")
     if listing is not None:
         listing.write([each.faulty for each in measured.selections], quiet)
+    dense = kept_by_loaded(loaded, batches, device, DTYPES[dtype])
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
-    _deliver(own_summary(measured, str(model), kind.name, options), shared, own_answer)
+    _deliver(own_summary(measured, str(model), kind.name, options, dense), shared, own_answer)
 
 
 def _check(

@@ -32,6 +32,7 @@ from semdiag.selections.compare import (
     UNEXPLAINED,
     ComparedSelections,
 )
+from semdiag.selections.dense import DenseAttention
 from semdiag.selections.own import OwnSelection, OwnSelections
 
 
@@ -238,6 +239,14 @@ _KEYS = (
 )  # fmt: skip
 
 
+_DENSE = (
+    Column("module", "weight kept of", text), Column("rows", form=count, drop=2),
+    Column("kept", "by its indexer", rough_percent), Column("worst_head", "worst head", rough_percent),
+    Column("oracle", "by exact top-k", rough_percent), Column("window", "by the newest", rough_percent),
+    Column("top1", "holds the largest", rough_percent), Column("recall", form=rough_percent, drop=1),
+)  # fmt: skip
+
+
 def check_answer(summary: Summary) -> Answer:
     """Return the counts of checked selections, the worst row and the verdict."""
     results = summary["results"]
@@ -318,6 +327,8 @@ def own_answer(summary: Summary) -> Answer:
     tables = [
         NumberTable(columns, of_kind) for columns, of_kind in ((_EXPERTS, of_experts), (_KEYS, of_keys)) if of_kind
     ]
+    if result["dense"] is not None:
+        tables.append(NumberTable(_DENSE, result["dense"]["layers"]))
     return Answer(opening=[verdict], shown=[name, *tables, *more])
 
 
@@ -335,7 +346,13 @@ def _summary(entries: list[dict[str, Any]], provenance: dict[str, Any]) -> Summa
     return Summary(json_ready({"schema": schema("selections"), "provenance": provenance, "results": entries}))
 
 
-def own_summary(measured: OwnSelections, model: str, format: str, provenance: dict[str, Any]) -> Summary:
+def own_summary(
+    measured: OwnSelections,
+    model: str,
+    format: str,
+    provenance: dict[str, Any],
+    dense: DenseAttention | None = None,
+) -> Summary:
     """Return what ``--json`` prints of a model's own selections."""
     rows = [
         _row(entry) | {"calls": measured.calls, "chose_in": measured.chose[entry.module]}
@@ -348,8 +365,26 @@ def own_summary(measured: OwnSelections, model: str, format: str, provenance: di
     entry = {
         "model": model, "format": format, "selections": rows, "rows": sum(row["rows"] for row in rows),
         "faults": faults, "passed": not faults, "others": unmeasured,
+        "dense": None if dense is None else _dense_entry(dense),
     }  # fmt: skip
     return _summary([entry], provenance)
+
+
+def _dense_entry(dense: DenseAttention) -> dict[str, Any]:
+    """Return what indexers keep of dense attention: by layer, by head, and with the choice of earlier indexers."""
+    layers = []
+    for module, heads in dense.heads.groupby("module", sort=False):
+        means = heads[["kept", "oracle", "window", "top1", "recall"]].mean().to_dict()
+        facts = {
+            "module": str(module),
+            "indexer": str(heads["indexer"].iloc[0]),
+            "rows": int(heads["rows"].iloc[0]),
+        }
+        layers.append(facts | means | {"worst_head": float(heads["kept"].min())})
+    return {
+        "layers": layers, "heads": dense.heads.to_dict("records"), "donors": dense.donors.to_dict("records"),
+        "left_out": dense.left_out,
+    }  # fmt: skip
 
 
 def _row(entry: OwnSelection) -> dict[str, Any]:
