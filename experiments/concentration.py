@@ -31,6 +31,7 @@ from semdiag_models import AttentionCore, DivergedError, Encoder, configure, fin
 from semdiag_models.fast_attention import dropout
 from semdiag_models.train import Progress, Trainer, train_together
 
+HERE = Path(__file__).parent
 LENGTH, K, EPOCHS = 20, 5, 120
 SEEDS = tuple(range(67201, 67209))
 PRIMARY = "even-pairs", "missing-duplicate"
@@ -225,6 +226,8 @@ def run_study(folder: Path, primary: bool) -> None:
     torch.set_num_threads(1)
     refuse_used(SEEDS, "concentration")
     folder.mkdir(parents=True, exist_ok=True)
+    if (HERE / "concentration" / "epochs.parquet").exists():
+        unpack(HERE / "concentration", folder)
     for block in registered():
         file = file_of(folder, block)
         if file.exists() or (primary and block[0] not in PRIMARY):

@@ -127,14 +127,24 @@ def theory_of(folder: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def waiting(folder: Path, records: Path) -> list[tuple[str, str, int, SweepRun]]:
+    """Return the runs that have neither ended nor diverged, in the folder or by the records of another machine."""
+    through = read(records).keys() | diverged_in(records)
+    files = ("theory.csv", "diverged.txt")
+    return [
+        each
+        for each in registered()
+        if each[:3] not in through and not any((folder / each[3].name / file).exists() for file in files)
+    ]
+
+
 def run_study(folder: Path, task: str | None) -> None:
     """Train what has not ended, and measure what has."""
     torch.set_num_threads(1)
-    study = [each for each in registered() if task in (None, each[0])]
     refuse_used({seed for _, _, seed, _ in registered()}, "contrast")
-    for name, attention, seed, run in study:
+    for name, attention, seed, run in waiting(folder, HERE / "contrast"):
         place = folder / run.name
-        if (place / "theory.csv").exists() or (place / "diverged.txt").exists():
+        if task not in (None, name):
             continue
         try:
             train(place, run, attention == FASTER)
@@ -146,23 +156,31 @@ def run_study(folder: Path, task: str | None) -> None:
         print(name, attention, seed, "has ended.", flush=True)
 
 
+def diverged_in(records: Path) -> set[tuple[str, str, int]]:
+    """Return the runs whose losses were no numbers: task, attention, seed."""
+    file = records / "diverged.csv"
+    return set(pd.read_csv(file).itertuples(index=False, name=None)) if file.exists() else set()
+
+
 def collect(folder: Path, records: Path) -> None:
     """Pack the records of the runs that have ended, and join their tables of δ, ξ and λ."""
     records.mkdir(parents=True, exist_ok=True)
-    theory, diverged = [], []
+    theory = []
+    diverged = diverged_in(records)
     for name, attention, seed, run in registered():
         place = folder / run.name
         if (place / "theory.csv").exists():
             result(run, place, UNTIL, records=records)
             theory.append(pd.read_csv(place / "theory.csv"))
         elif (place / "diverged.txt").exists():
-            diverged.append({"task": name, "attention": attention, "seed": seed})
+            diverged.add((name, attention, seed))
     earlier = records / "theory.csv"
     if earlier.exists():
         theory.append(pd.read_csv(earlier))
     keys = ["task", "attention", "seed", "moment", "candidate"]
     pd.concat(theory).drop_duplicates(keys).sort_values(keys).to_csv(earlier, index=False)
-    pd.DataFrame(diverged, columns=["task", "attention", "seed"]).to_csv(records / "diverged.csv", index=False)
+    table = pd.DataFrame(sorted(diverged), columns=["task", "attention", "seed"])
+    table.to_csv(records / "diverged.csv", index=False)
     print(f"{records}: {pack(records, SCHEMA)} runs, {len(diverged)} diverged.")
 
 
@@ -265,8 +283,7 @@ def differences(runs: dict[Key, dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def missing_runs(records: Path, runs: dict[Key, Any]) -> dict[tuple[str, str], int]:
     """Return how many runs of each task and attention have neither ended nor diverged."""
-    file = records / "diverged.csv"
-    diverged = set(pd.read_csv(file).itertuples(index=False, name=None)) if file.exists() else set()
+    diverged = diverged_in(records)
     missing = dict.fromkeys(((task, attention) for task, attention, *_ in registered()), 0)
     for task, attention, seed, _ in registered():
         if (task, attention, seed) not in runs and (task, attention, seed) not in diverged:

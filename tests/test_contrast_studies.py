@@ -284,3 +284,28 @@ def test_the_chain_breaks_where_the_figure_says():
     assert (claims.top_over_full("lambda_sound") > 1).all()
     text = "".join(t.get_text() for t in why_faster_figures.chain().axes[0].texts)
     assert "10 to 92 times full's" in text
+
+
+def test_runs_with_a_record_are_not_trained_again(tmp_path):
+    records = ROOT / "experiments" / "contrast"
+    through = contrast.read(records).keys()
+    assert through
+    left = {each[:3] for each in contrast.waiting(tmp_path, records)}
+    assert not left & through
+    assert len(left) + len(through) == 85
+    assert len(contrast.waiting(tmp_path, tmp_path)) == 85
+
+
+def test_blocks_that_are_packed_are_parted_again_and_not_trained(tmp_path):
+    concentration.unpack(ROOT / "experiments" / "concentration", tmp_path)
+    files = list(tmp_path.glob("*.parquet"))
+    assert files
+    concentration.pack(tmp_path, tmp_path / "packed")
+    table, again = (
+        pd.read_parquet(folder / "epochs.parquet")
+        for folder in (ROOT / "experiments" / "concentration", tmp_path / "packed")
+    )
+    keys = ["task", "attention", "seed", "epoch"]
+    pd.testing.assert_frame_equal(
+        table.sort_values(keys, ignore_index=True), again.sort_values(keys, ignore_index=True)
+    )
