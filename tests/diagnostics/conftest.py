@@ -11,7 +11,7 @@ import torch
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.progress import Progress
+from semdiag.measuring.progress import SurveyProgress
 from semdiag.measuring.table import typed
 from semdiag_models import Encoder, ModelConfig, TrainingConfig, open_run, train_run
 
@@ -26,7 +26,7 @@ def own_random_numbers():
         yield
 
 
-class Recorder(Progress):
+class Recorder(SurveyProgress):
     """Keeps what a survey tells of its progress."""
 
     def __init__(self):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from semdiag.measuring.progress import Progress
+from semdiag.measuring.progress import SurveyProgress
 from semdiag.presenting import options
 from semdiag.presenting.question import SAMPLING, Question
 
@@ -357,7 +357,7 @@ def _several_cores(device: str) -> bool:
 def measure_in_processes(
     loaded: "Sequence[LoadedModel]",
     conditions: "Conditions",
-    progress: "Progress",
+    progress: "SurveyProgress",
     *,
     jobs: int | None,
     ray: str,
@@ -410,10 +410,10 @@ def _with_divided_masks(
     return replace(conditions, plans=plans)
 
 
-class _StagesAlone(Progress):
+class _StagesAlone(SurveyProgress):
     """Passes on the stages of a survey whose steps are made in other processes."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: SurveyProgress) -> None:
         self._progress = progress
 
     def announce(self, stage: str, steps: int) -> None:

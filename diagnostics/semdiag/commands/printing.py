@@ -10,7 +10,7 @@ import typer
 from semdiag.commands.measuring import command_line
 from semdiag.commands.sweep_results import RunResult, result, results_document
 from semdiag.commands.train import TimedBar
-from semdiag.measuring.words import count, counted, four_digits, percent, plain, text, three_digits
+from semdiag.measuring.words import count, counted, number, percent, plain, text
 from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
 from semdiag.presenting.terminal import say, tell
 from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
@@ -153,7 +153,7 @@ def print_check(result: Verification) -> None:
         console.print(f"{word}: {invariant.words}", style=_COLORS[word])
     for rule in result.rules:
         word = "holds" if rule.passed else "FAILS" if rule.known else "inconclusive"
-        value = four_digits(rule.value) if rule.known else "undefined"
+        value = number(rule.value, 4) if rule.known else "undefined"
         console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}", style=_COLORS[word])
     for model in result.compared.new if result.compared else ():
         console.print(f"not compared: {model} is not in the baseline")
@@ -182,7 +182,7 @@ def conclusion(result: Verification) -> str:
 
 def _pair(result: GateResult) -> NumberTable:
     named = {"δ_s, full": result.full, "δ_h, top-k": result.topk}
-    rows = [{"nats": name} | {p: four_digits(values[p]) for p in SHOWN} for name, values in named.items()]
+    rows = [{"nats": name} | {p: number(values[p], 4) for p in SHOWN} for name, values in named.items()]
     rows.append({"nats": "δ_h < δ_s"} | {p: _verdict(result, p) for p in SHOWN})
     return NumberTable(
         [Column("nats", form=text), *(Column(p, form=plain) for p in SHOWN)], rows, result.pair.label
@@ -201,7 +201,7 @@ def _layers(gate: GateResult) -> str:
     if not gate.failed:
         return f"δ_h < δ_s at the median of each of the {len(gate.full)} layers"
     judged = [n for n in gate.failed if n not in gate.unknown]
-    parts = [f"layer {n} ({three_digits(gate.topk[n])} against {three_digits(gate.full[n])})" for n in judged]
+    parts = [f"layer {n} ({number(gate.topk[n])} against {number(gate.full[n])})" for n in judged]
     sentences = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
     unjudged = ", ".join(f"layer {n}" for n in gate.unknown)
     sentences += [f"cannot be judged at the median of {unjudged}"] if unjudged else []

@@ -20,7 +20,9 @@ def noisy_embeddings(
     model: nn.Module, batch: Batch, samples: int, add_noise: Callable[[Tensor, int], None]
 ) -> Iterator[None]:
     """Add noise to the copies in a batch of [clean samples; their copies], after the embedding of its tokens."""
-    tables, named, whole = TokenTables(token_ids(batch)), named_embedding(model), samples_of(batch)
+    tables = TokenTables(token_ids(batch))
+    named = named_embedding(model)
+    batch_samples = samples_of(batch)
     places = [part for part in model.modules() if isinstance(part, nn.Embedding) or part is named]
     if not places:
         raise NotAvailableError("it has no token embedding after which noise could be added")
@@ -28,13 +30,13 @@ def noisy_embeddings(
 
     def perturb(module: nn.Module, inputs: object, output: object) -> object:
         nonlocal times
-        axis = None if times else 0  # it may contain the token embedding
         if isinstance(module, nn.Embedding):
-            own = isinstance(named, nn.Embedding) and module.weight is named.weight
-            axis = 0 if (found := tables.axis(module.weight)) is None and own else found
+            axis = _axis_of_samples(module, tables, named)
+        else:
+            axis = None if times else 0  # it may contain the token embedding
         if axis is None or not isinstance(output, Tensor) or not output.is_floating_point():
             return output
-        if output.ndim <= axis + 1 or output.shape[axis] != whole:
+        if output.ndim <= axis + 1 or output.shape[axis] != batch_samples:
             return output
         noisy = output.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
         add_noise(noisy[samples:], times)
@@ -49,6 +51,14 @@ def noisy_embeddings(
     if not times:
         why = "none of its embeddings looks up the input tokens, or returns an activation per sample"
         raise NotAvailableError(why)
+
+
+def _axis_of_samples(module: nn.Embedding, tables: TokenTables, named: nn.Module | None) -> int | None:
+    """Return the axis of samples in the output of an embedding of the batch's tokens; None if it is of others."""
+    axis = tables.axis(module.weight)
+    if axis is None and isinstance(named, nn.Embedding) and module.weight is named.weight:
+        return 0
+    return axis
 
 
 _NUMBERS = (
@@ -79,8 +89,8 @@ class Reach:
         if out and not self.reached:
             why = "noise after its embedding changes no queries or keys of its attention beyond rounding"
             raise NotAvailableError(_NUMBERS if out <= self.numbers else why)
-        still = "noise after the embedding changes no query or key there beyond rounding"
-        for layers, why in ((out & self.numbers, _NUMBERS), (out - self.numbers, still)):
+        unmoved = "noise after the embedding changes no query or key there beyond rounding"
+        for layers, why in ((out & self.numbers, _NUMBERS), (out - self.numbers, unmoved)):
             if layers:
                 note(name, why, ", ".join(dict.fromkeys(self.modules[n] or "the model" for n in sorted(layers))))
         return out

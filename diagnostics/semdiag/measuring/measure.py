@@ -24,7 +24,7 @@ from semdiag.mathematics.censored import NO_CLASS, predicted_classes
 from semdiag.measuring.calls import collector
 from semdiag.measuring.calls.capture import longest_call
 from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Collector, QueryDraws
-from semdiag.measuring.calls.running import Run, running, unnamed
+from semdiag.measuring.calls.running import ModelRun, running, unnamed
 from semdiag.measuring.encoders.traces import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.plan import Plan
@@ -104,65 +104,30 @@ def measure(
             "with labels, use semdiag.k_sweep(model, batches, labels, rerun=True)."
         )
     real = checked_real(real)
-    k = _checked(k, dtype, batch_size=batch_size, samples=samples, min_keys=min_keys, max_queries=max_queries)
+    ks = _checked(k, dtype, batch_size=batch_size, samples=samples, min_keys=min_keys, max_queries=max_queries)
     as_whole_number(seed, "seed", 0)
     if device is not None:
         find_device(str(device).partition(":")[0])  # refuses a device that is not available
-    if loaded.external and any(value < 1 for value in k):
-        raise InputError(f"k must be at least 1. Got k={min(k)}.")
-    cut: Iterable[Batch] = batching.each(batches, batch_size)
-    if samples is not None:
-        cut, labels = batching.first_samples(cut, samples), None if labels is None else labels[:samples]
-    if isinstance(batches, Tensor | Mapping | Sequence):  # complete: check everything before anything runs
-        cut = list(cut)
-        _check_samples(sum(map(batching.samples_of, cut)), labels)
-        _check_real(real, sum(map(batching.samples_of, cut)), samples)
-        if isinstance(loaded.module, Encoder):
-            cut = checked_tokens(loaded.module, cut, k)
-    elif isinstance(loaded.module, Encoder):
-        cut = map(partial(checked_batch, loaded.module), cut)
+    if loaded.external and any(value < 1 for value in ks):
+        raise InputError(f"k must be at least 1. Got k={min(ks)}.")
+    if samples is not None and labels is not None:
+        labels = labels[:samples]
+    cut = _checked_batches(loaded, batches, batch_size, samples, labels, real, ks)
     draws = QueryDraws(queries, seed)
     if queries is not None:
-        ahead = cut if isinstance(cut, list) else list(islice(cut := iter(cut), 1))  # the first of an iterator
-        draws.expect(longest_call(loaded, ahead, device, dtype)[0])
-        cut = cut if isinstance(cut, list) else chain(ahead, cut)
-    config = loaded.module.config if isinstance(loaded.module, Encoder) else None
-    wanted = config.k if config is not None and config.attention in APPROXIMATE else None
-    collected = Collector(loaded.path, k, draws, wanted, min_keys, max_queries)
-    consumers: list[Collector | Watcher] = [collected, *watchers]
-
-    def add(call: AttentionCall) -> None:
-        for consumer in consumers:
-            consumer.add(call)
-
-    with running(loaded, add, device, dtype, real) as run, ExitStack() as stack:
-        for watcher in watchers:
-            stack.enter_context(watcher.watched(run.module))
-        answers = []  # classes only: logits of long texts are large
-        for batch in cut:
-            for consumer in consumers:
-                consumer.start(batching.samples_of(batch))
-            _check_real(real, collected.samples, 0)  # more may follow
-            output = run(batch)
-            if not loaded.external:  # the output of another model is unknown
-                answers.append(predicted_classes(output).cpu())
-            del output  # it may be large
-            after_batch(batching.samples_of(batch))
+        first, cut = _looked_ahead(cut)
+        draws.expect(longest_call(loaded, first, device, dtype)[0])
+    collected = Collector(loaded.path, ks, draws, _own_k(loaded), min_keys, max_queries)
+    run, classes = _run(loaded, cut, collected, watchers, device, dtype, real, after_batch)
     collected.arrivals.settle()
     _check_samples(collected.samples, labels)
     _check_real(real, collected.samples, samples)
-    if not len(collected.layers):
-        raise no_attention(loaded.path, run.audit)
-    if not sum(collected.counted.values()):
-        raise InputError("There is no query to measure: all input tokens are padding.")
-    if real is not None and not run.padding.fitted:
-        reason = min(seen.text for seen in run.audit.remarks if seen.code == NOT_APPLIED_CODE)
-        raise InputError(f"real fits no attention of {loaded.path}: {reason.removeprefix(NOT_APPLIED + ': ')}.")
-    fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
-    _add_remarks(run.audit, loaded, draws, set(k) - set(fits))
+    _check_collected(loaded.path, collected, run, real)
+    fits = fitting(ks, int(collected.layers.largest("longest")), "the largest number of keys") if ks else []
+    _add_remarks(run.audit, loaded, draws, set(ks) - set(fits))
     tables = collected.tables(fits)
     _check_keys(loaded.path, tables["queries"], min_keys, draws)
-    accuracy = _accuracy(torch.cat(answers), labels, run.audit) if answers else None
+    accuracy = None if classes is None else _accuracy(classes, labels, run.audit)
     return Measurements(
         models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
@@ -171,6 +136,87 @@ def measure(
         provenance=_provenance(run, queries, min_keys),
         **tables,
     )
+
+
+def _checked_batches(
+    loaded: LoadedModel,
+    batches: Batch | Iterable[Batch],
+    batch_size: int,
+    samples: int | None,
+    labels: Tensor | None,
+    real: Tensor | None,
+    ks: Sequence[int],
+) -> Iterable[Batch]:
+    """Return the batches to run: a list of which all is checked, or an iterator that is checked as it is read."""
+    cut: Iterable[Batch] = batching.each(batches, batch_size)
+    if samples is not None:
+        cut = batching.first_samples(cut, samples)
+    if not isinstance(batches, Tensor | Mapping | Sequence):
+        return map(partial(checked_batch, loaded.module), cut) if isinstance(loaded.module, Encoder) else cut
+    listed = list(cut)
+    count = sum(map(batching.samples_of, listed))
+    _check_samples(count, labels)
+    _check_real(real, count, samples)
+    return checked_tokens(loaded.module, listed, ks) if isinstance(loaded.module, Encoder) else listed
+
+
+def _looked_ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
+    """Return all batches of a list, or the first of an iterator; and all batches."""
+    if isinstance(cut, list):
+        return cut, cut
+    iterator = iter(cut)
+    first = list(islice(iterator, 1))
+    return first, chain(first, iterator)
+
+
+def _own_k(loaded: LoadedModel) -> int | None:
+    """Return the k of an encoder whose approximation may keep another number of keys."""
+    config = loaded.module.config if isinstance(loaded.module, Encoder) else None
+    return config.k if config is not None and config.attention in APPROXIMATE else None
+
+
+def _run(
+    loaded: LoadedModel,
+    batches: Iterable[Batch],
+    collected: Collector,
+    watchers: Sequence[Watcher],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    real: Tensor | None,
+    after_batch: Callable[[int], None],
+) -> tuple[ModelRun, Tensor | None]:
+    """Run a model on batches, seen by collector and watchers; return the classes that an encoder predicts."""
+    consumers: list[Collector | Watcher] = [collected, *watchers]
+
+    def add(call: AttentionCall) -> None:
+        for consumer in consumers:
+            consumer.add(call)
+
+    answers = []  # classes only: logits of long texts are large
+    with running(loaded, add, device, dtype, real) as run, ExitStack() as stack:
+        for watcher in watchers:
+            stack.enter_context(watcher.watched(run.module))
+        for batch in batches:
+            for consumer in consumers:
+                consumer.start(batching.samples_of(batch))
+            _check_real(real, collected.samples, 0)  # more may follow
+            output = run(batch)
+            if not loaded.external:  # the output of another model is unknown
+                answers.append(predicted_classes(output).cpu())
+            del output  # it may be large
+            after_batch(batching.samples_of(batch))
+    return run, torch.cat(answers) if answers else None
+
+
+def _check_collected(path: str, collected: Collector, run: ModelRun, real: Tensor | None) -> None:
+    """Refuse a model of which no attention or no query was captured, and ``real`` that fits none."""
+    if not len(collected.layers):
+        raise no_attention(path, run.audit)
+    if not sum(collected.counted.values()):
+        raise InputError("There is no query to measure: all input tokens are padding.")
+    if real is not None and not run.padding.fitted:
+        reason = min(remark.text for remark in run.audit.remarks if remark.code == NOT_APPLIED_CODE)
+        raise InputError(f"real fits no attention of {path}: {reason.removeprefix(NOT_APPLIED + ': ')}.")
 
 
 def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
@@ -211,7 +257,7 @@ def _accuracy(classes: Tensor, labels: Tensor | None, audit: Audit) -> float | N
     return None if labels is None else float((classes == labels.cpu()).double().mean())
 
 
-def _provenance(run: Run, queries: int | None, min_keys: int) -> dict[str, Any]:
+def _provenance(run: ModelRun, queries: int | None, min_keys: int) -> dict[str, Any]:
     return {
         "semdiag": version("semdiag"),
         "torch": str(torch.__version__),
@@ -230,17 +276,24 @@ def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
 
 def no_attention(path: str, audit: Audit) -> InputError:
     """Return the error that no attention was captured while a model ran, with the reason if known."""
-    reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
+    reasons = "; ".join(sorted({f"{skipped.operation}: {skipped.reason}" for skipped in audit.skipped}))
     usual = "Attention without a softmax (linear, sigmoid) cannot be measured; see docs/support.md"
     return InputError(f"No softmax attention was seen while {path} ran. {reasons or usual}.")
 
 
-def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) -> None:
-    if rows.empty:
-        ways = ["a larger --queries"] * (draws.share < 1) + ["a smaller --min-keys"] * (least > 1)
-        some, keys = "drawn " * (draws.share < 1), f"{least} keys" if least > 1 else "a key"
-        way = f" Use {' or '.join(ways)}." if ways else ""
-        raise InputError(f"No {some}query of {path} has {keys}.{way}")
+def _check_keys(path: str, rows: pd.DataFrame, min_keys: int, draws: QueryDraws) -> None:
+    if not rows.empty:
+        return
+    ways = []
+    query = "query"
+    if draws.share < 1:
+        ways.append("a larger --queries")
+        query = "drawn query"
+    if min_keys > 1:
+        ways.append("a smaller --min-keys")
+    keys = f"{min_keys} keys" if min_keys > 1 else "a key"
+    way = f" Use {' or '.join(ways)}." if ways else ""
+    raise InputError(f"No {query} of {path} has {keys}.{way}")
 
 
 _ENCODER_FACTS = (
@@ -270,7 +323,7 @@ def _model_row(
         "drawn": draws.count if draws.count is not None and draws.share < 1 else 0,
         "share": draws.share,
         "share_kept": collected.share_kept,
-        "attention_found": len({*audit.modules, *(seen.module for seen in audit.skipped)}),
+        "attention_found": len({*audit.modules, *(skipped.module for skipped in audit.skipped)}),
         "attention_captured": len(layers.modules),
         **{name: layers.largest(name) for name in RESIDUALS},
         **facts,
@@ -280,9 +333,10 @@ def _model_row(
         row |= {name: getattr(config, name) for name in _ENCODER_FACTS} | {"setting": setting_in_words(loaded)}
         if loaded.training is not None:
             row["length"] = loaded.training.length  # length of the samples, without PAD
-    whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
-    text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
-    return typed(pd.DataFrame([row]), {**whole, **text, "accuracy": "float64"})
+    types = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
+    types |= dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
+    types["accuracy"] = "float64"
+    return typed(pd.DataFrame([row]), types)
 
 
 DTYPES: dict[str, torch.dtype] = {n: getattr(torch, n) for n in ("float32", "float64", "bfloat16", "float16")}
@@ -317,9 +371,9 @@ class Conditions:
     def __post_init__(self) -> None:
         QueryDraws(self.queries, self.seed)  # refuses too few queries
         for name in ("samples", "batch_size", "min_keys", "max_queries"):
-            least = LEAST_MAX_QUERIES if name == "max_queries" else 1
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+            smallest = LEAST_MAX_QUERIES if name == "max_queries" else 1
+            if getattr(self, name) < smallest:
+                raise InputError(f"{name} must be at least {smallest}. Got {getattr(self, name)}.")
             if getattr(self, name) > _MOST:
                 raise InputError(f"{name} must be at most {_MOST}. Got {getattr(self, name)}.")
         if self.first is not None and self.first < 1:
@@ -336,8 +390,11 @@ class Conditions:
 
     def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:
         """Replace ``auto`` by one dtype for all models."""
-        if self.dtype in HALF and (own := [model.path for model in models if not model.external]):
-            raise InputError(f"dtype {self.dtype} is for external models, but {own[0]} is an encoder of semdiag.")
+        encoders = [model.path for model in models if not model.external]
+        if self.dtype in HALF and encoders:
+            raise InputError(
+                f"dtype {self.dtype} is for external models, but {encoders[0]} is an encoder of semdiag."
+            )
         if self.dtype != "auto":
             return self
         single = device.type == "mps" or any(model.external for model in models)

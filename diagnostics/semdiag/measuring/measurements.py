@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 
 import pandas as pd
 
+from semdiag.capturing.pretrained import first_line
 from semdiag.measuring.percentiles import percentile_rows
 from semdiag.measuring.row_sample import SKETCHES
 from semdiag.measuring.table import (
@@ -20,7 +21,7 @@ from semdiag.measuring.table import (
     TABLES,
     Table,
     read_parquet,
-    rows_of,
+    rows_of_model,
 )  # fmt: skip
 from semdiag.measuring.words import counted
 from semdiag_files import MEBIBYTE, InputError, read_bytes, read_json
@@ -103,7 +104,10 @@ class Measurements:
         **tables: pd.DataFrame,
     ) -> None:
         self.models = models.assign(**{name: x for name, x in DEFAULTS.items() if name not in models})
-        self.queries, self.loads, self.history, self.non_finite = queries, loads, history, non_finite
+        self.queries = queries
+        self.loads = loads
+        self.history = history
+        self.non_finite = non_finite
         self.provenance = {} if provenance is None else provenance
         self._tables = tables
 
@@ -159,14 +163,12 @@ class Measurements:
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
-        tables = {}
-        for name in dict.fromkeys(name for part in parts for name in part._by_name()):
-            several = [part._by_name()[name] for part in parts if name in part._by_name()]
-            with_rows = [table for table in several if len(table)] or several[:1]
-            tables[name] = pd.concat(with_rows, ignore_index=True)
-        first, *others = (part.provenance for part in parts)
-        shared = {n: x for n, x in first.items() if all(n in other and other[n] == x for other in others)}
-        return cls(**tables, provenance=shared)
+        tables: dict[str, list[pd.DataFrame]] = {}
+        for part in parts:
+            for name, table in part._by_name().items():
+                tables.setdefault(name, []).append(table)
+        joined = {name: _joined(parts_of_table) for name, parts_of_table in tables.items()}
+        return cls(**joined, provenance=_agreed([part.provenance for part in parts]))
 
     def save(self, folder: Path | str) -> None:
         """Write one parquet file per measured table, ``provenance.json``, and the ``SHA256SUMS`` of all."""
@@ -201,7 +203,7 @@ class Measurements:
             provenance = read_json(folder / "provenance.json")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
+                f"{folder} does not hold saved measurements ({first_line(error)}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
         for table in (*CORE, *EVERYWHERE, *declared):
@@ -212,7 +214,7 @@ class Measurements:
 
     def of(self, model: str) -> Self:
         """Return the measurements of one model, a value of the column ``model``."""
-        of_model = {name: rows_of(table, model) for name, table in self._by_name().items()}
+        of_model = {name: rows_of_model(table, model) for name, table in self._by_name().items()}
         return type(self)(**of_model, provenance=self.provenance)
 
     def _repr_html_(self) -> str:
@@ -224,6 +226,18 @@ class Measurements:
             text += f"<p>{escape(f'Semantic dispersion (nats), {row.task} {row.attention}: {row.model}')}</p>"
             text += table[columns].to_html(index=False, float_format="{:.3g}".format)
         return text
+
+
+def _joined(parts: list[pd.DataFrame]) -> pd.DataFrame:
+    """Join the parts of a table that have rows."""
+    with_rows = [part for part in parts if len(part)] or parts[:1]
+    return pd.concat(with_rows, ignore_index=True)
+
+
+def _agreed(provenances: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the entries on which all agree."""
+    first, *later = provenances
+    return {name: x for name, x in first.items() if all(name in each and each[name] == x for each in later)}
 
 
 def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:

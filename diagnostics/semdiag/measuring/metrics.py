@@ -39,13 +39,13 @@ class Metric:
     title: str  # name in words
     unit: str
     meaning: str  # what it is, with the meaning of its sign and of infinite or missing values
-    symbol: str = ""  # of docs/theory.md
+    symbol: str = ""  # as in docs/theory.md
     of_rows: Callable[[RowStatistics, int | None], Tensor] | None = None
     of_call: "Callable[[CountedRows, int | None], Tensor] | None" = None
     per: Literal["query", "key", "head"] = "query"  # per head: a number of all its rows together
     limits: Limits | None = POSITIVE  # smallest and largest possible value; None: it needs a k
     limits_of_k: Limits | None = None  # the same with a k; None: it takes none
-    table: Literal["queries", "loads", "heads", ""] = ""  # of Measurements; in ``heads`` stands the mean
+    table: Literal["queries", "loads", "heads", ""] = ""  # table of Measurements; in ``heads`` stands the mean
     # how a monitor makes one number of the rows of a head; empty: it does not
     by_head: Literal["max", "min", "mean", "median", "share above", "rank", ""] = ""
     gated: bool = False  # whether a rule of ``semdiag check`` may limit its percentiles
@@ -204,8 +204,10 @@ def metric_of(column: str) -> tuple[Metric, int | None] | None:
         >>> metric_of("weight_kept"), metric_of("keys"), metric_of("entropy_k3")
         (None, None, None)
     """
-    name, k = column, None
+    name = column
+    k = None
     if suffixed := re.fullmatch(r"(\w+)_k(\d+)", column):
-        name, k = suffixed[1], int(suffixed[2])
+        name = suffixed[1]
+        k = int(suffixed[2])
     metric = METRICS.get(name)
     return (metric, k) if metric is not None and metric.takes(k) else None

@@ -25,6 +25,7 @@ from semdiag.mathematics.paper_stability import truncations
 from semdiag.mathematics.score_strips import Scores
 from semdiag.measuring.calls.counted_rows import CountedRows
 from semdiag.measuring.training_runs import TokenTables, token_ids
+from semdiag.measuring.words import counted
 from semdiag_files import InputError
 from semdiag_models import Encoder
 
@@ -43,22 +44,40 @@ def _given_labels(module: nn.Module, batch: Batch) -> tuple[str, Any]:
     return next(((name, named[name]) for name in _NAMES if named.get(name) is not None), ("", None))
 
 
+def _check_logits(has_logits: bool, name: str, module: nn.Module, headless: bool) -> None:
+    if not has_logits:
+        without_head = " (without --head none)" if headless else ""
+        raise InputError(
+            f"{name} are given, but {type(module).__name__} returns no logits to compare them with. Leave them "
+            f"out, or name the model with its head{without_head}."
+        )
+
+
+def _unread_labels(batch: Batch) -> list[str]:
+    """Return the names of labels among a model's inputs that are of no known kind."""
+    return [name for name in _UNREAD if isinstance(batch, Mapping) and batch.get(name) is not None]
+
+
 def _targets_of(labels: Any, name: str, values: Tensor) -> Tensor:
     samples, positions, classes = values.shape
-    what = f"{samples} samples of {positions} predictions among {classes} classes"
+    logits_in_words = (
+        f"{counted(samples, 'sample')} of {counted(positions, 'prediction')} among {classes:,} classes"
+    )
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise InputError(f"{name} must be whole numbers, to be compared with logits of {what}. Got {kind}.")
+        raise InputError(
+            f"{name} must be whole numbers, to be compared with logits of {logits_in_words}. Got {kind}."
+        )
     if labels.shape not in {(samples, positions), *([(samples,)] if positions == 1 else [])}:
         raise InputError(
-            f"{name} of shape {tuple(labels.shape)} do not fit the model's logits, {what}. Leave them out, or "
-            "give one for each prediction."
+            f"{name} of shape {tuple(labels.shape)} do not fit the model's logits, {logits_in_words}. Leave them "
+            "out, or give one for each prediction."
         )
     targets = labels.to(values.device, torch.int64).reshape(samples, positions)
-    wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= classes))]
-    if len(wrong):
+    outside = targets[(targets != IGNORED) & ((targets < 0) | (targets >= classes))]
+    if len(outside):
         raise InputError(
-            f"{name} hold {int(wrong[0])}, and the model's logits know the classes 0 to {classes - 1} "
+            f"{name} hold {int(outside[0])}, and the model's logits know the classes 0 to {classes - 1} "
             f"({IGNORED} counts nowhere)."
         )
     return targets
@@ -73,19 +92,20 @@ def _next_tokens(ids: Tensor, real: Tensor) -> Tensor:
 
 def _moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | None, causal: bool) -> bool:
     """Tell whether labels are the tokens themselves, so that each is right one position earlier."""
-    known = type(module).__module__.startswith("transformers.")
+    of_transformers = type(module).__module__.startswith("transformers.")
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
-    if known and type(module).__name__.endswith(_NEXT_TOKEN):
+    if of_transformers and type(module).__name__.endswith(_NEXT_TOKEN):
         return True  # the library moves them itself
     if not causal or ids is None or labels.shape != ids.shape:
-        return causal and known
-    counted, ids = labels != IGNORED, ids.to(labels.device)
-    if bool((labels == ids)[counted].all()):
+        return causal and of_transformers
+    has_label = labels != IGNORED
+    ids = ids.to(labels.device)
+    if bool((labels == ids)[has_label].all()):
         return True
-    if bool((labels[:, :-1] == ids[:, 1:])[counted[:, :-1]].all()):
+    if bool((labels[:, :-1] == ids[:, 1:])[has_label[:, :-1]].all()):
         return False
-    if known:
+    if of_transformers:
         return True
     raise InputError(
         f"{name} are neither the tokens of the inputs nor the tokens after them, and the model predicts the next "
@@ -96,8 +116,8 @@ def _moved_by_one(module: nn.Module, labels: Tensor, name: str, ids: Tensor | No
 def _cross_entropy(values: Tensor, targets: Tensor) -> float:
     """Mean over targets, sample by sample: logits over a vocabulary are large."""
     sums = [
-        F.cross_entropy(each.to(_kind(values)), own, ignore_index=IGNORED, reduction="sum")
-        for each, own in zip(values, targets, strict=True)
+        F.cross_entropy(logits.to(_kind(values)), classes, ignore_index=IGNORED, reduction="sum")
+        for logits, classes in zip(values, targets, strict=True)
     ]
     return float(torch.stack(sums).double().sum() / (targets != IGNORED).sum())
 
@@ -127,36 +147,46 @@ class Reader:
     def __init__(self, module: nn.Module, batch: Batch, labels: Tensor | None, run: Any) -> None:
         self._module = module
         ids = token_ids(batch)
-        with TokenTables(ids) as seen:
+        with TokenTables(ids) as looked_up:
             self.output = output = run(batch)
         values, named = _values(output, batch)
         headless = not named and _says_headless(module)
-        self._predicted: str | int | None = None  # name or index of the input ids whose next token it predicts
-        for place, tables in () if headless else seen.tables.items():
-            sizes = {len(table) for table in tables}
-            fits = values.ndim == 3 and values.shape[:2] == ids[place].shape and values.shape[2] in sizes
-            if fits and _looks_back(batch, ids[place], values, self._counted(batch, values), min(sizes), run):
-                self._predicted = place
-                break
+        # name or index of the input ids whose next token it predicts
+        self._predicted = None if headless else self._next_token_ids(batch, ids, looked_up.tables, values, run)
         self.causal = self._predicted is not None
-        name, known = _given_labels(module, batch) if labels is None else ("labels", labels)
-        plain = known is not None and not headless and not isinstance(output, Mapping)
-        logits = isinstance(module, Encoder) or named or self.causal or plain
-        if known is not None and not logits:
-            raise InputError(
-                f"{name} are given, but {type(module).__name__} returns no logits to compare them with. Leave "
-                f"them out, or name the model with its head{' (without --head none)' * headless}."
-            )
-        self._by_token = logits and self._is_one_a_token(values, known, ids.values())
-        self.reason = self._no_distribution(values, known) if logits else ""
-        self.distribution = logits and not self.reason
-        first, *rest = [*_comparable(output)] or [""]
-        some = rest and not self.distribution
-        self.others = f"{first} alone is compared, not {', '.join(rest)}" if some else ""
-        named_inputs = batch if isinstance(batch, Mapping) else {}
-        self.unread = [each for each in _UNREAD if named_inputs.get(each) is not None]
+        name, targets = self._labels(batch, labels)
+        has_logits = isinstance(module, Encoder) or named or self.causal
+        if targets is not None and not has_logits:
+            has_logits = not headless and not isinstance(output, Mapping)
+            _check_logits(has_logits, name, module, headless)
+        self._by_token = has_logits and self._is_one_a_token(values, targets, ids.values())
+        self.reason = self._no_distribution(values, targets) if has_logits else ""
+        self.distribution = has_logits and not self.reason
+        self.not_compared = "" if self.distribution else _not_compared(output)
+        self.unread = _unread_labels(batch)
         self._moved: bool | None = None  # whether labels are the tokens themselves, if the model's own loss tells
         self.loss = self._compare_loss(output, batch) if self.distribution and labels is None else ""
+
+    def _next_token_ids(
+        self,
+        batch: Batch,
+        ids: Mapping[str | int, Tensor],
+        tables: Mapping[str | int, Sequence[Tensor]],
+        values: Tensor,
+        run: Any,
+    ) -> str | int | None:
+        """Return name or index of the input ids whose next token the output predicts; None if there are none."""
+        for place, tables_of_place in tables.items():
+            sizes = {len(table) for table in tables_of_place}
+            if values.ndim != 3 or values.shape[:2] != ids[place].shape or values.shape[2] not in sizes:
+                continue
+            if _looks_back(batch, ids[place], values, self._counted(batch, values), min(sizes), run):
+                return place
+        return None
+
+    def _labels(self, batch: Batch, labels: Tensor | None) -> tuple[str, Any]:
+        """Return the labels, those that are given apart or those among a model's inputs, and their name."""
+        return _given_labels(self._module, batch) if labels is None else ("labels", labels)
 
     def shape(self, output: Any, batch: Batch) -> tuple[int, ...]:
         """Return the shape of what is read of an output, as :meth:`read` does."""
@@ -230,18 +260,19 @@ class Reader:
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
-        name, given = _given_labels(self._module, batch) if labels is None else ("labels", labels)
-        if given is None:
+        name, given_targets = self._labels(batch, labels)
+        if given_targets is None:
             return None if ids is None else _next_tokens(ids, counted)
-        targets, moved = _targets_of(given, name, values), self._moved
+        targets = _targets_of(given_targets, name, values)
+        moved = self._moved
         if moved is None:
             moved = _moved_by_one(self._module, targets, name, ids, self.causal)
         return _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool)) if moved else targets
 
 
-def difference(after: Tensor, before: Tensor) -> Tensor:
-    """Return after − before; 0 where both are the same infinity."""
-    return (after - before).masked_fill(after == before, 0)
+def difference(end: Tensor, start: Tensor) -> Tensor:
+    """Return end − start; 0 where both are the same infinity."""
+    return (end - start).masked_fill(end == start, 0)
 
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
@@ -268,6 +299,12 @@ def _comparable(output: Any) -> dict[str, Tensor]:
     return {str(n): x for n, x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2}
 
 
+def _not_compared(output: Any) -> str:
+    """Return which tensors of an output are left out, if the first alone is compared."""
+    names = [*_comparable(output)]
+    return f"{names[0]} alone is compared, not {', '.join(names[1:])}" if len(names) > 1 else ""
+
+
 def _predicts_pixels(module: nn.Module) -> bool:
     """Return whether a model of transformers fills in parts of an image (ViTMAE, VideoMAE)."""
     kind = type(module)
@@ -288,32 +325,36 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
     at = int(real.sum(1).argmax())
     real = real[at : at + 1]
     later = real & (2 * real.cumsum(1) > real.sum(1, keepdim=True))
-    before = real & ~later
-    if not before.any():
+    earlier = real & ~later
+    if not earlier.any():
         return False
     changed = ids.clone()
     changed[at] = torch.where(later[0], (ids[at] + 1) % tokens, ids[at])
-    other = batching.with_tensor(batch, ids, changed)
+    changed_batch = batching.with_tensor(batch, ids, changed)
     alone = batching.samples_of(batch) > 1 and not isinstance(batch, tuple | list)
     try:
         if alone:  # two forwards of one sample cost less than one of all; their rounding differs
-            values = _values(run(one := _sample(batch, at)), one)[0]
-            output = _values(run(one := _sample(other, at)), one)[0]
+            sample = _sample(batch, at)
+            values = _values(run(sample), sample)[0]
+            sample = _sample(changed_batch, at)
+            output = _values(run(sample), sample)[0]
         else:
-            values, output = values[at : at + 1], _values(run(other), other)[0][at : at + 1]
+            values = values[at : at + 1]
+            output = _values(run(changed_batch), changed_batch)[0][at : at + 1]
     except Exception:  # the model may reject these inputs, which are not the user's: then the test is void
         return False
     moved = difference(output, values).abs().amax(-1)  # (1, L)
     sizes = values[real].abs()
     noise = _SAME * sizes.where(sizes.isfinite(), 0).max()  # logits of what never follows are -inf
-    return bool(moved[before].max() <= noise) and bool(moved[later].max() > noise)
+    return bool(moved[earlier].max() <= noise) and bool(moved[later].max() > noise)
 
 
 def _sample(batch: Batch, at: int) -> Batch:
     return next(islice(batching.each(batch, 1), at, None))
 
 
-_EVERY, _STEP = 8, 4  # outputs are computed at every k up to the first, then at every fourth
+_EVERY = 8  # outputs are computed at every k up to it
+_STEP = 4  # and then at every fourth
 _HALVES = torch.float16, torch.bfloat16
 
 
@@ -359,7 +400,8 @@ def output_changes(
     rows: CountedRows, ks: Sequence[int], stream: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Return what truncation at each k changes in the head output of every row, and the first key's part."""
-    call, stats = rows.call, rows.statistics
+    call = rows.call
+    stats = rows.statistics
     q, k = ((x.float() if x.dtype in _HALVES else x) for x in (call.q, call.k.contiguous()))
     masks = call.allowed, call.bias, call.softcap, call.causal, call.first_query, call.queries, rows.places
     first = rows.keys.to(torch.uint8).argmax(-1)  # (B, H)
@@ -384,30 +426,34 @@ _AT_ONCE = 2**19  # entries: they fit the cache, and the log-probabilities of a 
 def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
     """Return each position's contribution to its sample's sums, (B, P)."""
     counted = before.counted
-    none = torch.zeros(counted.shape, dtype=torch.int64, device=counted.device)
-    values = dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
+    zeros = torch.zeros(counted.shape, dtype=torch.int64, device=counted.device)
+    values = dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), zeros)
     if not (before.distribution and after.distribution):
         return values
-    known = torch.zeros_like(counted) if before.targets is None else before.targets != IGNORED
-    right = none if before.targets is None else before.targets.where(known, 0)
+    has_target = torch.zeros_like(counted) if before.targets is None else before.targets != IGNORED
+    true_classes = zeros if before.targets is None else before.targets.where(has_target, 0)
     parts = []
-    for one, two, own in _strips(before.values, after.values, right):
+    for one, two, targets in _strips(before.values, after.values, true_classes):
         first, second = (x.to(_kind(x)).log_softmax(-1) for x in (one, two))
-        loss = -second.gather(-1, own[:, None])[:, 0].double()
-        choices, others = predicted_classes(first), predicted_classes(second)
+        loss = -second.gather(-1, targets[:, None])[:, 0].double()
+        choice_before = predicted_classes(first)
+        choice_after = predicted_classes(second)
         likely = first.exp()
         terms = first.sub_(second).mul_(likely)
         divergence = terms.sum(-1, dtype=torch.float64)
         if divergence.isnan().any():  # 0 times ∞; any other term of probability 0 is 0 already
             divergence = terms.masked_fill_(likely == 0, 0).sum(-1, dtype=torch.float64)
-        parts.append((choices, others, divergence, loss))
-    choices, others, divergence, loss = (torch.cat(each).view(counted.shape) for each in zip(*parts, strict=True))
+        parts.append((choice_before, choice_after, divergence, loss))
+    choice_before, choice_after, divergence, loss = (
+        torch.cat(each).view(counted.shape) for each in zip(*parts, strict=True)
+    )
     values["predictions"] = counted.long()
-    values["changed"] = ((choices != others) & counted).long()
+    values["changed"] = ((choice_before != choice_after) & counted).long()
     values["divergence"] = divergence.masked_fill(~counted, 0)
     if before.targets is not None:
-        values |= {"targets": known.long(), "correct": ((others == right) & known).long()}
-        values["loss"] = loss.masked_fill(~known, 0)
+        values["targets"] = has_target.long()
+        values["correct"] = ((choice_after == true_classes) & has_target).long()
+        values["loss"] = loss.masked_fill(~has_target, 0)
     return values
 
 
@@ -416,10 +462,12 @@ def output_change(before: Answers, after: Answers) -> Tensor:
     norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
     parts = []
     for one, two in _strips(before.values, after.values):
-        change, size = norm(two - one), norm(one)
+        change = norm(two - one)
+        size = norm(one)
         if not (change.isfinite().all() and size.isfinite().all()):
             stays = one.isinf() & (one == two)
-            change, size = norm(difference(two, one).masked_fill(stays, 0)), norm(one.masked_fill(stays, 0))
+            change = norm(difference(two, one).masked_fill(stays, 0))
+            size = norm(one.masked_fill(stays, 0))
         parts.append((change, size))
     counted = before.counted
     change, size = (
@@ -434,9 +482,9 @@ def _kind(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
-def _strips(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield a few positions at a time of (B, P, C) and others with the same positions."""
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (values, *others)]
+def _strips(values: Tensor, *alike: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield a few positions at a time of (B, P, C) and of tensors with the same positions."""
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (values, *alike)]
     size = max(1, _AT_ONCE // max(1, values.shape[-1]))
     for at in range(0, max(1, len(flat[0])), size):
         yield tuple(x[at : at + size] for x in flat)
@@ -450,19 +498,21 @@ def masked_language(
 ) -> list[Batch]:
     """Mask some tokens of a masked-language model's inputs, so that its loss is known."""
     named = type(loaded.module).__name__.endswith("ForMaskedLM")
-    given = [dict(batch) for batch in batches if isinstance(batch, Mapping)]
-    plain = len(given) == len(batches) and all("input_ids" in each and "labels" not in each for each in given)
+    masked_batches = [dict(batch) for batch in batches if isinstance(batch, Mapping)]
+    unlabelled = all("input_ids" in batch and "labels" not in batch for batch in masked_batches)
+    plain = unlabelled and len(masked_batches) == len(batches)
     if loaded.source != "hugging face" or not named or not plain:
         return batches
     try:
         tokenise = tokeniser_of(Path(loaded.path), loaded, AS_THEY_ARE)
     except InputError:
         return batches
-    for number, batch in enumerate(given):
+    for number, batch in enumerate(masked_batches):
         ids: Tensor = batch["input_ids"]
-        if (masked := tokenise.mask(ids.cpu(), seed + number, _SHARE)) is None:
+        masked = tokenise.mask(ids.cpu(), seed + number, _SHARE)
+        if masked is None:
             return batches
         batch["input_ids"], batch["labels"] = (x.to(ids.device) for x in masked)
     text = f"run with {_SHARE:.0%} of the tokens masked (seed {seed}): the loss is that of these tokens"
     remark(text, "tokens-masked")
-    return [*given]
+    return [*masked_batches]

@@ -24,26 +24,28 @@ def summaries(values: Tensor, sizes: Tensor | None = None) -> Tensor:
     rows, length = values.shape
     sizes = torch.full((rows,), length, device=values.device) if sizes is None else sizes
     finite = values.isfinite() & (torch.arange(length, device=values.device) < sizes[:, None])
-    known = finite.sum(1)
+    counts = finite.sum(1)
     ordered = values.where(finite, math.inf) if length else values.new_full((rows, 1), math.inf)
     if values.device.type == "cpu":  # many times faster there
         ordered = torch.from_numpy(np.sort(ordered.numpy(), 1))
     else:
         ordered = ordered.sort(1).values
-    last = (known - 1).clamp(min=0)[:, None]
+    last = (counts - 1).clamp(min=0)[:, None]
     place = torch.tensor([p / 100 for p in PERCENTILES], dtype=torch.float64, device=values.device) * last
-    below = place.floor().long()
-    low, high, part = ordered.gather(1, below), ordered.gather(1, torch.minimum(below + 1, last)), place - below
+    rank_below = place.floor().long()
+    low = ordered.gather(1, rank_below)
+    high = ordered.gather(1, torch.minimum(rank_below + 1, last))
+    part = place - rank_below
     # Interpolate from the nearer end: bit for bit as numpy.percentile does.
     cuts = torch.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
-    mean = values.where(finite, 0).sum(1) / known
-    ends = torch.stack([sizes - known, (finite & (values <= 0)).sum(1)], 1)
-    return torch.cat([torch.stack([sizes, mean], 1), cuts.masked_fill(known[:, None] == 0, math.nan), ends], 1)
+    mean = values.where(finite, 0).sum(1) / counts
+    ends = torch.stack([sizes - counts, (finite & (values <= 0)).sum(1)], 1)
+    return torch.cat([torch.stack([sizes, mean], 1), cuts.masked_fill(counts[:, None] == 0, math.nan), ends], 1)
 
 
-def rank_error(drawn: int) -> float:
+def rank_error(sample_size: int) -> float:
     """Return by how much the ranks of percentiles of a sample may be off, all at once, with 99% confidence."""
-    return min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * drawn)))  # Dvoretzky, Kiefer, Wolfowitz and Massart
+    return min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * sample_size)))  # Dvoretzky, Kiefer, Wolfowitz and Massart
 
 
 def percentile_rows(rows: pd.DataFrame, quantity: str, *by: str) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """What a survey tells about its progress while it runs."""
 
 
-class Progress:
+class SurveyProgress:
     """Told of every stage and step of a survey. This one tells nobody; a command shows bars."""
 
     def announce(self, stage: str, steps: int) -> None:

@@ -25,13 +25,14 @@ _Witness = list[tuple[list[int], int, int]]  # inputs, each with its label and w
 
 def receptive_fields(config: ModelConfig) -> Tensor:
     """Return the tokens of the input on which each pooled output can depend."""
-    length, front = config.length, config.cls_tokens
+    length = config.length
+    front = config.cls_tokens
     positions = length + config.extra_tokens
-    seen = torch.zeros(positions, length)
-    seen[front : front + length] = torch.eye(length)
+    reaches = torch.zeros(positions, length)
+    reaches[front : front + length] = torch.eye(length)
     for layer in range(config.blocks):
-        seen = ((_steps(config, layer) @ seen) > 0).float()
-    return (seen[:1] if config.pooling == "cls" else seen) > 0
+        reaches = ((_steps(config, layer) @ reaches) > 0).float()
+    return (reaches[:1] if config.pooling == "cls" else reaches) > 0
 
 
 def _steps(config: ModelConfig, layer: int) -> Tensor:
@@ -43,9 +44,9 @@ def _steps(config: ModelConfig, layer: int) -> Tensor:
     blank = torch.zeros(1, config.heads, positions, 1)
     with torch.device("meta"):  # its weights are not needed
         attention = Attention(config, layer)
-    kept = attention.select(blank, blank, None)
-    assert kept is not None  # a fixed set
-    steps = as_mask(kept, positions)[0].any(0).float()
+    selected_keys = attention.select(blank, blank, None)
+    assert selected_keys is not None  # a fixed set
+    steps = as_mask(selected_keys, positions)[0].any(0).float()
     steps[:front] = steps[positions - back :] = 1.0
     return steps + torch.eye(positions)
 
@@ -64,13 +65,14 @@ def cannot_represent(task: Task, config: ModelConfig, length: int | None = None)
 
 
 def _contradicts(inputs: _Witness, fields: set[tuple[int, ...]]) -> bool:
-    assert all(label != other for _, label, other in inputs)
+    assert all(label != other_label for _, label, other_label in inputs)
 
-    def seen(field: tuple[int, ...], of: list[int]) -> Counter[tuple[object, ...]]:
+    def patterns(field: tuple[int, ...], of: list[int]) -> Counter[tuple[object, ...]]:
         return Counter((c, *(tokens[at] for at in field)) for (tokens, *_), c in zip(inputs, of, strict=True))
 
-    labels, others = [label for _, label, _ in inputs], [other for _, _, other in inputs]
-    return all(seen(field, labels) == seen(field, others) for field in fields)
+    labels = [label for _, label, _ in inputs]
+    other_labels = [other_label for _, _, other_label in inputs]
+    return all(patterns(field, labels) == patterns(field, other_labels) for field in fields)
 
 
 def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[_Witness]:
@@ -79,7 +81,8 @@ def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[_Witne
         inputs: _Witness = []
         for first, second in product((0, 1), repeat=2):
             tokens = [0] * length
-            tokens[a], tokens[b] = first, second
+            tokens[a] = first
+            tokens[b] = second
             inputs.append((tokens, first ^ second, 1 - (first ^ second)))
         yield inputs
 
@@ -88,19 +91,24 @@ def _missing_duplicate(task: Task, length: int) -> Iterator[_Witness]:
     """Yield two pairs of inputs that differ in whether a token is missing, seen by different positions."""
     half = length // 2
 
-    def hidden(at: int, bit: int, other: int, value: int) -> Iterator[list[int]]:
+    def hidden(at: int, value_at: int, decoy: int, value_of_decoy: int) -> Iterator[list[int]]:
         for place in (at, at + half):
             tokens = [0] * (2 * half) + [task.pad_id] * (length % 2)
-            for position, one in ((at, bit), (at + half, bit), (other, value), (other + half, value)):
+            for position, one in (
+                (at, value_at),
+                (at + half, value_at),
+                (decoy, value_of_decoy),
+                (decoy + half, value_of_decoy),
+            ):
                 tokens[position] = one
             tokens[place] = 2
             yield tokens
 
     for a, b in combinations(range(half), 2):
         inputs: _Witness = []
-        for at, other in ((a, b), (b, a)):
-            inputs += [(tokens, 1, 0) for tokens in hidden(at, 1, other, 0)] * 2
-            inputs += [(tokens, 0, 1) for value in (0, 1) for tokens in hidden(at, 0, other, value)]
+        for at, decoy in ((a, b), (b, a)):
+            inputs += [(tokens, 1, 0) for tokens in hidden(at, 1, decoy, 0)] * 2
+            inputs += [(tokens, 0, 1) for value in (0, 1) for tokens in hidden(at, 0, decoy, value)]
         yield inputs
 
 
@@ -178,23 +186,23 @@ class Shortcut:
 def shortcut(task: Task, length: int) -> Shortcut:
     """Find the best rule that looks at the tokens at one or at two positions, whatever it does with them."""
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = [tuple(part.numpy() for part in task.sample(_SAMPLES, length, generator)) for _ in range(2)]
-    (tokens, labels), (others, answers) = drawn
+    sampled = [tuple(part.numpy() for part in task.sample(_SAMPLES, length, generator)) for _ in range(2)]
+    (tokens, labels), (tried_tokens, tried_labels) = sampled
     places = [*range(length)] if length <= 2 * _EDGE else [*range(_EDGE), *range(length - _EDGE, length)]
     symbols = task.vocabulary_size
     commonest = int(np.bincount(labels).argmax())
-    best = Shortcut(max(float((answers == commonest).mean()), 1 / task.classes), ())
-    right = _right(tokens[:, places], labels, symbols, task.classes)
-    while right.max() > (labels == commonest).sum():
-        pair = np.unravel_index(int(right.argmax()), right.shape)
-        right[pair] = 0
+    best = Shortcut(max(float((tried_labels == commonest).mean()), 1 / task.classes), ())
+    correct = _right(tokens[:, places], labels, symbols, task.classes)
+    while correct.max() > (labels == commonest).sum():
+        pair = np.unravel_index(int(correct.argmax()), correct.shape)
+        correct[pair] = 0
         i, j = (places[int(at)] for at in pair)
         counts = np.zeros((symbols * symbols, task.classes), np.int64)
         np.add.at(counts, (tokens[:, i] * symbols + tokens[:, j], labels), 1)
-        told = counts.argmax(1)[others[:, i] * symbols + others[:, j]] == answers
-        if told.all() and counts.max(1).sum() == len(labels):
+        is_right = counts.argmax(1)[tried_tokens[:, i] * symbols + tried_tokens[:, j]] == tried_labels
+        if is_right.all() and counts.max(1).sum() == len(labels):
             continue
-        accuracy = float(told.mean())
+        accuracy = float(is_right.mean())
         return Shortcut(accuracy, tuple(sorted({i, j}))) if accuracy > best.accuracy + _BEYOND_CHANCE else best
     return best
 
@@ -202,13 +210,13 @@ def shortcut(task: Task, length: int) -> Shortcut:
 def _right(tokens: NDArray[np.int64], labels: NDArray[np.int64], symbols: int, classes: int) -> NDArray[np.int64]:
     """Count the samples on which the best rule on the tokens at i ≤ j is right, (L, L); one token at i = j."""
     samples, length = tokens.shape
-    seen = np.zeros((samples, length, symbols), np.float32)
-    np.put_along_axis(seen, tokens[:, :, None], 1.0, 2)
-    flat = seen.reshape(samples, length * symbols)
-    most = np.zeros((length * symbols,) * 2, np.float32)
+    one_hot = np.zeros((samples, length, symbols), np.float32)
+    np.put_along_axis(one_hot, tokens[:, :, None], 1.0, 2)
+    flat = one_hot.reshape(samples, length * symbols)
+    correct_pairs = np.zeros((length * symbols,) * 2, np.float32)
     for label in range(classes):
         rows = flat[labels == label]
-        np.maximum(most, rows.T @ rows, out=most)
-    pairs = most.reshape(length, symbols, length, symbols).sum((1, 3))
-    right: NDArray[np.int64] = np.triu(pairs).round().astype(np.int64)
-    return right
+        np.maximum(correct_pairs, rows.T @ rows, out=correct_pairs)
+    pairs = correct_pairs.reshape(length, symbols, length, symbols).sum((1, 3))
+    correct: NDArray[np.int64] = np.triu(pairs).round().astype(np.int64)
+    return correct

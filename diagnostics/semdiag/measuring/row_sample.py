@@ -32,7 +32,9 @@ class KeptRows:
     def __init__(self, limit: int, places: Sequence[str], seed: int = 0) -> None:
         self.parts: list[dict[str, np.ndarray]] = []
         self.share = 1.0  # probability with which a row is kept
-        self._limit, self._places, self._rows = limit, places, 0
+        self._limit = limit
+        self._places = places
+        self._rows = 0
         self._rng = np.random.default_rng(seed)
         self._totals: list[pd.DataFrame] = []  # one row per head, of one part and quantity
 
@@ -72,11 +74,11 @@ class KeptRows:
         levels = [table, table.assign(head=ALL), table.assign(layer=ALL, head=ALL)]
         totals = pd.concat(levels).groupby(["quantity", "layer", "head"]).agg(_TOTALS)
         for row in totals.reset_index().to_dict("records"):
-            drawn = self._sample(row["quantity"], row["layer"], row["head"])
+            sample = self._sample(row["quantity"], row["layer"], row["head"])
             inner = PERCENTILES[1:-1]
             ends = [
                 row["min"],
-                *(np.percentile(drawn, inner) if len(drawn) else [math.nan] * len(inner)),
+                *(np.percentile(sample, inner) if len(sample) else [math.nan] * len(inner)),
                 row["max"],
             ]
             yield {
@@ -84,7 +86,7 @@ class KeptRows:
                 "queries": row["count"] + row["undefined"],
                 "mean": row["sum"] / row["count"] if row["count"] else math.nan,
                 **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, ends, strict=True)},
-                "rank_error": rank_error(len(drawn)) if len(drawn) else 1.0,
+                "rank_error": rank_error(len(sample)) if len(sample) else 1.0,
             }
 
     def _sample(self, name: str, layer: int, head: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.plan import Plan
-from semdiag.measuring.progress import Progress
+from semdiag.measuring.progress import SurveyProgress
 from semdiag.measuring.table import REMARKS
 
 
@@ -44,7 +44,7 @@ class Subject:
     queries: int | None = None  # number drawn per sample and head; None means all
     probe_samples: int | None = None  # number of samples for costly measurements; None means all
     min_keys: int = 1  # smallest number of keys of a query that counts
-    progress: Progress = field(default_factory=Progress)  # told of finished steps
+    progress: SurveyProgress = field(default_factory=SurveyProgress)  # told of finished steps
     unavailable: dict[str, Remark] = field(default_factory=dict)  # why something cannot be measured, by its name
     notes: list[Remark] = field(default_factory=list)  # other remarks on how the model was measured
     watchers: dict[str, Watcher] = field(default_factory=dict)  # observer of the clean pass by name of its plan

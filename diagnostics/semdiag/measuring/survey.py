@@ -21,7 +21,7 @@ from semdiag.measuring.calls.memory import demand, fitting_batch, halving
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.measure import DTYPES, Conditions, measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.progress import Progress
+from semdiag.measuring.progress import SurveyProgress
 from semdiag.measuring.subject import Subject
 from semdiag.measuring.table import REMARKS
 from semdiag.measuring.words import counted
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
 def survey(
     models: Sequence[Path | LoadedModel],
     conditions: Conditions,
-    progress: Progress | None = None,
+    progress: SurveyProgress | None = None,
     *,
     may_move_models: bool = False,
     inputs: Inputs | None = None,
@@ -55,7 +55,7 @@ def survey(
     may_move_models: whether loaded models may be moved to the device in place, rather than copied.
     inputs: on which all are measured; None: each on its own, or on those of the conditions.
     """
-    progress = Progress() if progress is None else progress
+    progress = SurveyProgress() if progress is None else progress
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = load_all(models, conditions.config, conditions.head)
     device, conditions = _decided(loaded, conditions)
@@ -111,7 +111,7 @@ def _surveyed(
     conditions: Conditions,
     device: torch.device,
     may_move: bool,
-    progress: Progress,
+    progress: SurveyProgress,
 ) -> Measurements:
     """Measure one model, in batches that fit in memory."""
     if model.external and may_move:
@@ -138,7 +138,7 @@ def _surveyed(
 
 
 def _measured(
-    model: LoadedModel, inputs: Inputs, conditions: Conditions, device: torch.device, progress: Progress
+    model: LoadedModel, inputs: Inputs, conditions: Conditions, device: torch.device, progress: SurveyProgress
 ) -> Measurements:
     """Measure one model in batches that may be too large."""
     dtype = DTYPES[conditions.dtype]
@@ -218,19 +218,20 @@ def _counterfactual(model: LoadedModel, batches: Sequence[Batch], conditions: Co
 
 def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
     """Return the inputs to measure a model on."""
-    given, size = conditions.inputs, conditions.batch_size
-    if given is not None and model.external:
-        return _cut(read_batches(given, model, size, conditions.texts), conditions.first, f"{given} (given)")
+    path = conditions.inputs
+    size = conditions.batch_size
+    if path is not None and model.external:
+        return _cut(read_batches(path, model, size, conditions.texts), conditions.first, f"{path} (given)")
     if conditions.texts != AS_THEY_ARE:
         raise InputError(
             "--max-length, --tokenizer and --labels are for texts of external models. Of other inputs, "
             "semdiag.k_sweep(…, labels=…) takes labels, in Python."
         )
-    if given is not None and given.suffix == ".txt":
-        tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
+    if path is not None and path.suffix == ".txt":
+        tokens, labels, source = model.text_inputs(path, conditions.samples, conditions.seed)
         return split(tokens, size), labels, source
-    if given is not None:
-        return _cut(split(read_inputs(given), size), conditions.first, f"{given} (given)")
+    if path is not None:
+        return _cut(split(read_inputs(path), size), conditions.first, f"{path} (given)")
     if model.batches is not None:
         if _counted(model.batches):
             return _cut(split(model.batches, size), conditions.first, "came with the model")
@@ -269,15 +270,17 @@ _SHORT = 8  # factor by which short texts are shorter than the model's limit
 
 def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditions) -> list[Remark]:
     """Return remarks on texts that were cut, and on texts that are all short for the model."""
-    given = conditions.inputs
-    if given is None or given.suffix not in SUFFIXES or not model.external:
+    path = conditions.inputs
+    if path is None or path.suffix not in SUFFIXES or not model.external:
         return []
-    samples, remarks = sum(map(samples_of, batches)), []
-    cut, most = cut_texts(given, model, samples, conditions.texts)
+    samples = sum(map(samples_of, batches))
+    remarks = []
+    cut, most = cut_texts(path, model, samples, conditions.texts)
     if cut:
         why = "by --max-length" if most == conditions.texts.max_length else "the model's limit"
         remarks.append(Remark("", f"texts were cut to {most} tokens, {why}: {cut} of {samples}", "texts-cut"))
-    takes, longest_text = tokeniser_of(given, model, conditions.texts).takes, max(map(longest, batches))
+    takes = tokeniser_of(path, model, conditions.texts).takes
+    longest_text = max(map(longest, batches))
     if takes is not None and longest_text * _SHORT <= takes:
         text = f"the texts have at most {longest_text:,} of the {counted(takes, 'token')} that the model takes"
         remarks.append(Remark("", f"{text}: they say nothing about long ones", "short-texts"))
@@ -286,20 +289,22 @@ def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditi
 
 def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[Remark]:
     """Return remarks on a model and its inputs that matter whatever is measured."""
-    said = []
+    remarks = []
     if isinstance(model.module, Encoder):
-        config, lengths = model.module.config, sorted({longest(batch) for batch in batches})
+        config = model.module.config
+        lengths = sorted({longest(batch) for batch in batches})
         usual = config.length if model.training is None or config.pad_as_token else model.training.length
         text = f"the inputs are {', '.join(map(str, lengths))} tokens long, but the model was trained on {usual}"
-        said += [(text, "input-length")] * (lengths != [usual])
+        if lengths != [usual]:
+            remarks.append((text, "input-length"))
     if places := model.contradicted_by:
-        said.append((f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
+        remarks.append((f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
     if model.not_loaded:
-        said.append((f"{model.not_loaded}: they keep their random values", "weights-not-loaded"))
+        remarks.append((f"{model.not_loaded}: they keep their random values", "weights-not-loaded"))
     if not model.external and model.encoder.config.attention == "redrawn":
         text = f"draws new random keys in every forward pass; measured with those of seed {seed}"
-        said.append((text, "redrawn-keys"))
-    return [Remark("", *each) for each in said]
+        remarks.append((text, "redrawn-keys"))
+    return [Remark("", *each) for each in remarks]
 
 
 def run_order(order: tuple[str, Conditions]) -> Measurements | str:
@@ -310,7 +315,7 @@ def run_order(order: tuple[str, Conditions]) -> Measurements | str:
         (model,) = load_all([path], conditions.config, conditions.head)
         device, conditions = _decided([model], conditions)
         inputs = Inputs(*inputs_of(model, conditions), model)
-        return _surveyed(model, inputs, conditions, device, may_move=True, progress=Progress())
+        return _surveyed(model, inputs, conditions, device, may_move=True, progress=SurveyProgress())
     except InputError as error:
         return str(error)
 
@@ -332,7 +337,8 @@ def run_in_parallel(
     """Run several orders at once; the results do not depend on which worker runs which."""
     from semdiag_files.workers import TICK
 
-    waiting, results = deque(enumerate(orders)), dict[int, Any]()
+    waiting = deque(enumerate(orders))
+    results = dict[int, Any]()
     running: dict[Any, tuple[int, str]] = {}
     try:
         while waiting or running:

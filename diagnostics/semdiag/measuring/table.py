@@ -56,17 +56,17 @@ class Table:
 
     def check(self, table: pd.DataFrame, where: str) -> None:
         """Refuse a table from a file that lacks a column or has one of another type."""
-        for column, wanted in self.columns.items():
+        for column, declared in self.columns.items():
             if column not in table:
                 raise InputError(f"{where} lacks the column {column}. Measure again with this version of semdiag.")
             if not len(table):
                 continue
-            kind = _KINDS[wanted]
+            kind = _KINDS[declared]
             if _kind(table[column]) not in (kind, "int" if kind == "float" else kind):
                 raise InputError(
-                    f"{where} has {table[column].dtype} in the column {column}, which should be {wanted}."
+                    f"{where} has {table[column].dtype} in the column {column}, which should be {declared}."
                 )
-            _check_values(column, wanted, table[column], where)
+            _check_values(column, declared, table[column], where)
 
 
 def columns_of(text: str) -> dict[str, str]:
@@ -91,8 +91,8 @@ def column_types(table: pd.DataFrame) -> dict[str, str]:
     return {name: "str" if _OLD and kind == "object" else kind for name, kind in kinds.items()}
 
 
-def _check_values(name: str, wanted: str, column: "pd.Series[Any]", where: str) -> None:
-    if wanted in ("bool", "int32", "int64") and column.isna().any():
+def _check_values(name: str, declared: str, column: "pd.Series[Any]", where: str) -> None:
+    if declared in ("bool", "int32", "int64") and column.isna().any():
         raise InputError(f"{where} has no value in a row of the column {name}.")
     least, most = _RANGES.get(name, (None, None))
     if least is not None and ((column < least) | (column > most)).any():
@@ -112,11 +112,12 @@ def _kind(column: "pd.Series[Any]") -> str:
     return "text" if inferred in ("string", "empty") else inferred  # before pandas 3, texts that are all missing
 
 
-def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
+def rows_of_model(table: pd.DataFrame, model: str) -> pd.DataFrame:
     """Return the rows of one model, without a copy if they are contiguous, as in joined measurements."""
-    own = (table["model"] == model).to_numpy(bool)
-    first, count = int(own.argmax()) if own.size else 0, int(own.sum())
-    return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
+    of_model = (table["model"] == model).to_numpy(bool)
+    first = int(of_model.argmax()) if of_model.size else 0
+    count = int(of_model.sum())
+    return table.iloc[first : first + count] if of_model[first : first + count].all() else table[of_model]
 
 
 def read_parquet(path: Path) -> pd.DataFrame:
@@ -125,18 +126,18 @@ def read_parquet(path: Path) -> pd.DataFrame:
     import pyarrow.parquet as pq
 
     # Read from memory: on a damaged file, threads that wait for Python file reads would end the process.
-    with open_file(path) as whole, pa.BufferReader(whole.read()) as file:
+    with open_file(path) as stored_file, pa.BufferReader(stored_file.read()) as file:
         opened = pq.ParquetFile(file)
-        known = opened.metadata
-        columns = [known.schema.column(c) for c in range(known.num_columns)]
-        _check_columns(known.num_columns)
+        metadata = opened.metadata
+        columns = [metadata.schema.column(c) for c in range(metadata.num_columns)]
+        _check_columns(metadata.num_columns)
         if any(map(pa.types.is_nested, opened.schema_arrow.types)):
             raise ValueError("It has columns of lists or structs.")  # one row could hold any number of values
         # Not .column(c): on damaged metadata of a chunk, it ends the process
-        groups = [known.row_group(g) for g in range(known.num_row_groups)]
-        rows = max(known.num_rows, sum(group.num_rows for group in groups))
+        groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
+        rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
         stored = sum(group.total_byte_size for group in groups)
-        require_memory(16 * rows * known.num_columns, f"{path}, unpacked,")
+        require_memory(16 * rows * metadata.num_columns, f"{path}, unpacked,")
         check_packed(path, stored, file.size())
         texts = sorted(column.path for column in columns if column.physical_type == "BYTE_ARRAY")
         file.seek(0)
@@ -146,7 +147,7 @@ def read_parquet(path: Path) -> pd.DataFrame:
         try:
             return pd.read_parquet(file)
         except Exception as error:  # pandas' own metadata may hold anything
-            raise ValueError(f"pandas: {type(error).__name__} {error}") from None
+            raise ValueError(f"pandas: {type(error).__name__} {' '.join(str(error).split())}") from None
 
 
 def _characters(texts: "pyarrow.Table") -> int:

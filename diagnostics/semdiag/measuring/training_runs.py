@@ -22,9 +22,9 @@ _NO_TOKENS = (*MASK_NAMES, "labels", "position_ids", "token_type_ids")
 
 def token_ids(batch: Batch) -> dict[str | int, Tensor]:
     """Return possible token ids in a batch: tensors (B, L) of whole numbers, unless the name tells otherwise."""
-    given = [(name, x) for name, x in entries(batch) if isinstance(x, Tensor) and name not in _NO_TOKENS]
-    given.sort(key=lambda entry: entry[0] != "decoder_input_ids")
-    return {name: x for name, x in given if x.ndim == 2 and x.dtype in (torch.int64, torch.int32)}
+    tensors = [(name, x) for name, x in entries(batch) if isinstance(x, Tensor) and name not in _NO_TOKENS]
+    tensors.sort(key=lambda entry: entry[0] != "decoder_input_ids")
+    return {name: x for name, x in tensors if x.ndim == 2 and x.dtype in (torch.int64, torch.int32)}
 
 
 class TokenTables(TorchFunctionMode):
@@ -38,7 +38,7 @@ class TokenTables(TorchFunctionMode):
 
     def axis(self, table: Tensor) -> int | None:
         """Return the axis of samples at the last look-up of tokens in a table (V, d): 0 or 1; None if never."""
-        return next((axis for known, axis in reversed(self._axes) if known is table), None)
+        return next((axis for looked_up, axis in reversed(self._axes) if looked_up is table), None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,7 +86,10 @@ _USUAL: dict[str, Any] = {  # default values, tuples as lists as in to_dict
     f.name: [] if f.default == () else f.default for kind in (ModelConfig, TrainingConfig) for f in fields(kind)
 }
 TARGET = 0.95  # default training accuracy at which a task counts as learned
-FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
+FINISHED = "finished"
+STOPPED = "stopped at --until"
+UNFINISHED = "unfinished"
+NOT_BEGUN = "not begun"
 
 
 def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
@@ -95,7 +98,8 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
     for model in models:
         if model.training is None or "train_accuracy" not in model.history:
             continue
-        label, factor = model.encoder.config.attention_label, model.encoder.config.inverse_temperature
+        label = model.encoder.config.attention_label
+        factor = model.encoder.config.inverse_temperature
         rows.append(
             {
                 "model": model.path,
@@ -115,8 +119,8 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
 def setting_in_words(model: LoadedModel) -> str:
     """Return the settings that differ from the defaults, except the attention and those with their own column."""
     chosen = {**_setting(model), "inverse_temperature": model.encoder.config.inverse_temperature}
-    others = [n for n, value in chosen.items() if n not in _LISTED and _USUAL[n] not in (MISSING, value)]
-    return ", ".join(f"{name} {_in_words(chosen[name])}" for name in sorted(others)) or "usual"
+    unusual = [n for n, value in chosen.items() if n not in _LISTED and _USUAL[n] not in (MISSING, value)]
+    return ", ".join(f"{name} {_in_words(chosen[name])}" for name in sorted(unusual)) or "usual"
 
 
 def _setting(model: LoadedModel) -> dict[str, Any]:
@@ -147,8 +151,8 @@ def setting_labels(settings: Sequence[str]) -> dict[str, str]:
     labels = {}
     for setting, values in read.items():
         # A setting that another task brings, like its vocabulary, need not be named.
-        alike = [other for other in read.values() if other["task"] == values["task"]]
-        names = [name for name in values if len({json.dumps(other.get(name)) for other in alike}) > 1]
+        alike = [each for each in read.values() if each["task"] == values["task"]]
+        names = [name for name in values if len({json.dumps(each.get(name)) for each in alike}) > 1]
         labels[setting] = ", ".join([values["task"], *(f"{name} {_in_words(values.get(name))}" for name in names)])
     return labels
 

@@ -1,4 +1,8 @@
-"""Numbers in words: counts, shares, ratios, intervals with their ends, and cells of tables."""
+"""Numbers in words, and cells of tables.
+
+Six functions format numbers: :func:`number`, :func:`count`, :func:`decimals`, :func:`percent`, :func:`interval`
+and :func:`span_words`. The others word what these return.
+"""
 
 import math
 import re
@@ -28,29 +32,32 @@ def number_from_json(value: Value) -> float:
     return float(value)
 
 
-def number(value: Value, digits: int = 3) -> str:
-    """Return a number to three digits; a whole number, mostly a count, in full."""
+def number(value: Value, digits: int = 3, *, unknown: str = UNKNOWN, infinite: str | None = None) -> str:
+    """Return a number to some digits; a whole number, mostly a count, in full; thousands as ``1,050``."""
     value = number_from_json(value)
     if math.isnan(value):
-        return UNKNOWN
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else significant(value, digits)
-
-
-def significant(value: float, digits: int = 3) -> str:
-    """Return a number to so many digits; thousands and millions as ``1,050``, not ``1.05e+03``."""
+        return unknown
+    if math.isinf(value) and infinite is not None:
+        return infinite
+    if value.is_integer() and abs(value) < 1e9:
+        return f"{value:.0f}"
     text = f"{value:.{digits}g}"
     return f"{float(text):,.0f}" if "e+" in text and abs(value) < 1e9 else text
 
 
-def number_words(value: float, form: Callable[[float], str] = "{:.3g}".format) -> str:
-    """Format a number; NaN is "undefined"."""
-    return "undefined" if math.isnan(value) else form(value)
+def count(value: Value) -> str:
+    """Return a count, like ``12,345``."""
+    numeric = number_from_json(value)
+    return UNKNOWN if math.isnan(numeric) else f"{numeric:,.0f}"
 
 
-def ratio_words(ratio: float, digits: int = 2) -> str:
-    """Return a ratio with some digits after the point, or with two significant ones if these would all be 0."""
-    text = f"{ratio:.{digits}f}"
-    return text if ratio == 0 or float(text) != 0 else f"{ratio:.2g}"
+def decimals(value: Value, places: int = 2) -> str:
+    """Return a number with some digits after the point, or with two significant ones if these would all be 0."""
+    numeric = number_from_json(value)
+    if math.isnan(numeric):
+        return UNKNOWN
+    text = f"{numeric:.{places}f}"
+    return text if numeric == 0 or float(text) != 0 else f"{numeric:.2g}"
 
 
 def percent(share: Value, form: str = ".1f", *, strict: bool = False, sign: str = "%") -> str:
@@ -64,9 +71,6 @@ def percent(share: Value, form: str = ".1f", *, strict: bool = False, sign: str 
     return text + sign
 
 
-strict_percent, whole_percent = partial(percent, strict=True), partial(percent, form=".0f", strict=True)
-
-
 def interval(
     low: Value,
     high: Value,
@@ -77,7 +81,8 @@ def interval(
     unknown: str = UNKNOWN,
 ) -> str:
     """Return an interval, like ``92.6–93.1`` or ``-0.2 to 0.1``; by default its ends have digits that differ."""
-    first, last = factor * number_from_json(low), factor * number_from_json(high)
+    first = factor * number_from_json(low)
+    last = factor * number_from_json(high)
     if math.isnan(first) or math.isnan(last):
         return unknown
     forms = [form] if form else [partial(number, digits=digits) for digits in range(3, 7)]
@@ -94,20 +99,23 @@ def interval_words(
     level: str = "95% interval ",
 ) -> str:
     """Return an interval in words, or why there is none."""
-    few = samples is not None and samples < FEWEST
-    why = f"{counted(samples or 0, 'sample')}: too few for an interval" if few else "no interval"
     ends = interval(low, high, form, between=" to ", unknown="")
-    return f"{level}{ends}" if ends else why
+    if ends:
+        return f"{level}{ends}"
+    if samples is not None and samples < FEWEST:
+        return f"{counted(samples, 'sample')}: too few for an interval"
+    return "no interval"
 
 
 def limit_of_share(high: float, of: str = "inputs") -> str:
     """Return the one-sided 95% limit of a share of what was not seen, marked as one."""
-    return f"up to {strict_percent(high) if high < 1 else '100%'} of {of} may (one-sided 95%)"
+    share = percent(high, strict=True) if high < 1 else "100%"
+    return f"up to {share} of {of} may (one-sided 95%)"
 
 
-def count_of(some: int, every: int, thing: str) -> str:
+def count_of(part: int, total: int, noun: str) -> str:
     """Return a count with its denominator, like ``3 of 4 pairs``."""
-    return f"{some:,} of {every:,} {thing}{'s' * (every != 1)}"
+    return f"{part:,} of {counted(total, noun)}"
 
 
 def span_words(values: list[float], form: str | Callable[[float], str]) -> str:
@@ -120,7 +128,7 @@ def span_words(values: list[float], form: str | Callable[[float], str]) -> str:
 
 def percent_span(shares: Iterable[float]) -> str:
     """Return one share in per cent, or the range of several, like ``50–98%``."""
-    return span_words(list(shares), partial(whole_percent, sign="")) + "%"
+    return span_words(list(shares), partial(percent, form=".0f", strict=True, sign="")) + "%"
 
 
 def text(*values: Any) -> str:
@@ -131,21 +139,3 @@ def text(*values: Any) -> str:
 def plain(value: Any) -> str:
     """Return a layer, a head, a seed or a word unchanged."""
     return UNKNOWN if value is None else str(value)
-
-
-def finite(value: Value) -> str:
-    """Return a number; a dash for an infinity."""
-    numeric = number_from_json(value)
-    return number(numeric if math.isfinite(numeric) else None)
-
-
-def _formatted(form: str, value: Value) -> str:
-    numeric = number_from_json(value)
-    return UNKNOWN if math.isnan(numeric) else f"{numeric:{form}}"
-
-
-count = partial(_formatted, ",.0f")
-two_decimals, three_decimals, four_decimals = (partial(_formatted, form) for form in (".2f", ".3f", ".4f"))
-three_digits, four_digits = partial(_formatted, ".3g"), partial(_formatted, ".4g")
-fine_percent, rough_percent = partial(percent, form=".2f"), partial(percent, form=".3g")
-percent_interval = partial(interval, factor=100)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from markupsafe import Markup
 
-from semdiag.measuring.findings.estimates import all_by_name, drawn, percentile_table
+from semdiag.measuring.findings.estimates import all_by_name, percentile_table, sampled_models
 from semdiag.measuring.findings.findings import MODEL_FACTS, Finding, Findings, Summary, Verdict, json_object
 from semdiag.measuring.metrics import in_table
 from semdiag.measuring.training_runs import RUNS
-from semdiag.measuring.words import counted, finite
+from semdiag.measuring.words import UNKNOWN, counted, number
 from semdiag.presenting.drawing.panels import factors
 from semdiag.presenting.drawing.style import Drawing
 from semdiag.presenting.tables import NumberTable, wide_console
@@ -143,7 +143,7 @@ def measured_glance(findings: Findings, table: pd.DataFrame) -> Glance:
 
 def drawn_word(findings: Findings) -> str:
     """Return `` drawn`` if only some queries were measured, else nothing."""
-    return " drawn" if drawn(findings) else ""
+    return " drawn" if sampled_models(findings) else ""
 
 
 def top_words(findings: Findings) -> str:
@@ -176,7 +176,7 @@ def _number_words(numbers: Mapping[str, float]) -> Iterator[str]:
         if name in _COUNTED:
             yield from [_COUNTED[name].format(int(value))] if value else []
         elif name not in (*_COUNTS, *_GAPS):
-            yield f"{name} = {finite(value)}"
+            yield f"{name} = {number(value, infinite=UNKNOWN)}"
 
 
 def verdict_line(finding: Finding) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from semdiag.measuring.progress import Progress
+from semdiag.measuring.progress import SurveyProgress
 from semdiag.measuring.words import counted
 from semdiag.presenting.terminal import Minutes, clock, tell, terminal, visible
 
@@ -16,7 +16,7 @@ def _shown(stage: str) -> str:
     return stage if len(stage) <= _WIDTH else f"…{end[max(0, end.find('/')) :]}"
 
 
-class Stages(Progress):
+class Stages(SurveyProgress):
     """Two progress bars on a terminal, for a command's stages and a stage's steps; else a line a minute."""
 
     def __init__(self, name: str, stages: int, quiet: bool, what: str = "") -> None:

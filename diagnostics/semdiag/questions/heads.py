@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from semdiag.measuring.findings.estimates import counterfactual_ks
 from semdiag.measuring.findings.findings import Findings, modules_by_layer, records
 from semdiag.measuring.metrics import METRICS, NATS, SHARE
-from semdiag.measuring.words import counted, layer_name, significant
+from semdiag.measuring.words import counted, layer_name, number
 from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells, short_labels
 from semdiag.presenting.drawing.style import drawing, note_below, page_width, panel_grid
@@ -199,7 +199,7 @@ def heads_map(findings: Findings) -> Figure:
 
 def _finding(known: pd.DataFrame, name: str, k: int | None) -> str:
     values, layers = known[name], known["layer"]
-    low, high = (significant(end, 2) for end in (values.min(), values.max()))
+    low, high = (number(end, 2) for end in (values.min(), values.max()))
     ends = {"low": low, "high": high, "most": layers.iloc[values.argmax()], "least": layers.iloc[values.argmin()]}
     return _FOUND[name].format(k=k, half=(values >= 0.5).sum(), heads=len(values), **ends)
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
+from semdiag.measuring.findings.estimates import SAMPLED, sampled_models, sampling_sentences
 from semdiag.measuring.findings.findings import Findings, Summary, modules_by_layer
 from semdiag.measuring.metrics import METRICS
-from semdiag.measuring.words import layer_name, number_from_json, percent, plain, three_digits
+from semdiag.measuring.words import layer_name, number, number_from_json, percent, plain
 from semdiag.presenting.answer import Folded, title
 from semdiag.presenting.tables import NEVER, Column, NumberTable, not_shown
 
@@ -34,7 +34,7 @@ def percentile_tables(
         ):
             shown.append(f"{name}: {_NOTHING_DROPPED}")
             continue
-        sampled = f", {SAMPLED}" if model in drawn(findings) else ""
+        sampled = f", {SAMPLED}" if model in sampled_models(findings) else ""
         modules = findings(modules_by_layer, model)
         for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
             heading = f"{name}: {METRICS[quantity].label} ({METRICS[quantity].unit}){sampled}"
@@ -49,7 +49,7 @@ def percentile_tables(
 def _table(rows: Sequence[dict[str, Any]]) -> NumberTable:
     shares = [Column(*share, percent, NEVER) for share in _SHARES if any(share[0] in row for row in rows)]
     columns = [Column("place", "layer", plain), Column("head", form=plain)]
-    columns += [Column(p, form=three_digits, drop=_DROPPED.get(p, 0)) for p in _PERCENTILES]
+    columns += [Column(p, form=number, drop=_DROPPED.get(p, 0)) for p in _PERCENTILES]
     return NumberTable(
         [*columns, *shares], [dict.fromkeys(column.name for column in shares) | row for row in rows]
     )

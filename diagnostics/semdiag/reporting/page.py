@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
 from semdiag.measuring.findings.findings import Completeness, Findings, completeness, modules_by_layer, records
-from semdiag.measuring.words import count, layer_name, number_words, percent, plain, text
+from semdiag.measuring.words import count, layer_name, number, percent, plain, text
 from semdiag.presenting.answer import Answer, Heading, page_environment, page_style
 from semdiag.presenting.tables import Column
 from semdiag.questions.heads import head_cells, outlying_heads
@@ -32,7 +32,7 @@ def capture_sentences(findings: Findings) -> list[str]:
             "not numbers."
             if diverged.all()
             else "the largest residual (how far attention recomputed from the capture deviates from what the "
-            f"model computed) is {number_words(worst, '{:.1g}'.format)}."
+            f"model computed) is {number(worst, 1, unknown='undefined')}."
         )
     ]
     for row in records(models.assign(diverged=diverged)):
@@ -43,7 +43,7 @@ def capture_sentences(findings: Findings) -> list[str]:
             sentences.append(
                 f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip()
             )
-        answer, residual = completeness(row), number_words(row["residual"], "{:.1g}".format)
+        answer, residual = completeness(row), number(row["residual"], 1, unknown="undefined")
         if answer is Completeness.BLIND and not row["diverged"]:
             sentences.append(
                 f"Outputs of {row['model']} may be off by rounding, which is so coarse at this precision "

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -16,19 +17,7 @@ import torch
 from rich.console import Console
 
 import semdiag
-from semdiag.measuring.words import (
-    count,
-    fine_percent,
-    finite,
-    four_digits,
-    interval,
-    number,
-    percent,
-    plain,
-    rough_percent,
-    text,
-    two_decimals,
-)
+from semdiag.measuring.words import count, decimals, interval, number, percent, plain, text
 from semdiag.presenting import options
 from semdiag.presenting.progress import Stages
 from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
@@ -107,22 +96,23 @@ def test_a_column_that_no_row_has_is_an_error_and_an_entry_of_nothing_is_none():
             column.cell(wrong)
 
 
-@pytest.mark.parametrize("said", [count, fine_percent, finite, four_digits, number, percent, two_decimals])
-def test_a_number_that_is_not_known_is_a_dash_and_infinity_is_said(said):
-    assert [said(value) for value in (None, float("nan"))] == ["–", "–"]
-    assert said("inf") == ("–" if said is finite else "inf%" if "%" in said(0) else "inf")
+@pytest.mark.parametrize("form", [count, decimals, number, percent])
+def test_a_number_that_is_not_known_is_a_dash_and_infinity_is_said(form):
+    assert [form(value) for value in (None, float("nan"))] == ["–", "–"]
+    assert form("inf") == ("inf%" if form is percent else "inf")
+    assert number("inf", infinite="–") == number("-inf", infinite="–") == "–"
 
 
 def test_formats_by_hand():
-    assert (count(1234567), percent(0.1234), fine_percent(0.00034), rough_percent(1 / 3)) == (
+    assert (count(1234567), percent(0.1234), percent(0.00034, ".2f"), percent(1 / 3, ".3g")) == (
         "1,234,567", "12.3%", "0.03%", "33.3%",
     )  # fmt: skip
-    assert (number(12345), number(1234.5), number(2.0), two_decimals(-0.125)) == (
-        "12345",
-        "1,230",
-        "2",
-        "-0.12",
-    )
+    assert (number(12345), number(1234.5), number(2.0), number(math.nan, unknown="none")) == (
+        "12345", "1,230", "2", "none",
+    )  # fmt: skip
+    assert (decimals(-0.125), decimals(0.0004), decimals(0.0004, 4), decimals(0)) == (
+        "-0.12", "0.0004", "0.0004", "0.00",
+    )  # fmt: skip
 
 
 def test_names_are_broken_at_hyphens_before_a_column_is_left_away():

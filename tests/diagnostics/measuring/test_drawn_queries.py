@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import semdiag
 from semdiag.measuring.findings.estimates import (
-    drawing,
-    drawn,
     pooled_percentiles,
     require_every_query,
+    sampled_models,
+    sampling_facts,
     sampling_sentences,
 )
 from semdiag.measuring.findings.findings import Findings
@@ -245,7 +245,7 @@ def test_what_is_drawn_and_what_is_kept_of_it_are_told_apart(vectors):
     findings = Findings(measure(Causal(), vectors, queries=10, max_queries=60))
     kept = len(findings.measurements.queries)
     assert kept <= 60 < 100
-    words = drawing(findings, "model")
+    words = sampling_facts(findings, "model")
     assert (words["queries"], words["share"]) == (10, 10 / 40)
     assert words["share_kept"] in (1 / 2, 1 / 4)
     estimated, sketched = sampling_sentences(findings)
@@ -269,8 +269,8 @@ def test_models_of_which_others_were_drawn_stay_estimated(vectors, other):
     parts[1] = parts[1].replace(**named)
     findings = Findings(Measurements.concat(parts))
     some = ["model", "another"] if other == 12 else ["model"]
-    assert drawn(findings) == some
-    assert [drawing(findings, model)["queries"] for model in some] == [10, 12][: len(some)]
+    assert sampled_models(findings) == some
+    assert [sampling_facts(findings, model)["queries"] for model in some] == [10, 12][: len(some)]
     said = [each for each in semdiag.summary(findings)["verdict"] if each.startswith("Estimated: ")]
     assert len(said) == len(some)
     assert all(f"({count} per sample" in each for count, each in zip((10, 12), said, strict=False))

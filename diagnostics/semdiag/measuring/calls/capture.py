@@ -55,8 +55,12 @@ class Calls:
 
     def __init__(self, k: int, draws: QueryDraws, keep: bool = False) -> None:
         self._kept: KeptScores | None = KeptScores() if keep else None
-        self._k, self._layers, self._reduced, self._draws = k, Layers(), list[ReducedCall](), draws
-        self._calls, self._arrivals = 0, Arrivals()
+        self._k = k
+        self._layers = Layers()
+        self._reduced = list[ReducedCall]()
+        self._draws = draws
+        self._calls = 0
+        self._arrivals = Arrivals()
         self._audit = Audit()
 
     def __len__(self) -> int:
@@ -107,9 +111,9 @@ class Calls:
         ``k``, columns and errors as of :meth:`dispersion`. A name that is no metric of single queries or keys, or
         a k where the metric takes none, or none where it needs one, is an InputError.
         """
-        known = [metric.name for metric in METRICS.values() if metric.of_rows and metric.per != "head"]
-        if name not in known:
-            raise unknown_name("metric", name, known)
+        names = [metric.name for metric in METRICS.values() if metric.of_rows and metric.per != "head"]
+        if name not in names:
+            raise unknown_name("metric", name, names)
         metric = METRICS[name]
         if k is None and not metric.takes(None):
             raise InputError(f"{name} needs a k: calls.metric({name!r}, k=8).")
@@ -155,16 +159,17 @@ class Calls:
         parts = []
         for layer in range(len(self._layers)):
             weights = self.weights(layer).double()
-            size, attends = weights.shape, self.scores(layer).isfinite().any(-1)
+            size = weights.shape
+            attends = self.scores(layer).isfinite().any(-1)
             if size[2] != size[3]:
                 continue
-            named = {name: _group(name, given, size[0], size[3]) for name, given in groups.items()}
-            for (name, rows), (to, keys) in product(named.items(), repeat=2):
+            masks = {name: _group(name, tokens, size[0], size[3]) for name, tokens in groups.items()}
+            for (name, rows), (to, keys) in product(masks.items(), repeat=2):
                 among = attends & rows[:, None]
-                given = (weights * keys[:, None, None]).sum(-1).where(among, 0).sum((0, 2))
+                weight = (weights * keys[:, None, None]).sum(-1).where(among, 0).sum((0, 2))
                 queries = among.sum((0, 2))
                 place = {"layer": layer, "head": range(size[1]), "group": name, "to": to}
-                parts.append(pd.DataFrame(place | {"queries": queries, "weight": given / queries}))
+                parts.append(pd.DataFrame(place | {"queries": queries, "weight": weight / queries}))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
     def recall(self, indices: Mapping[int, Tensor]) -> pd.DataFrame:
@@ -177,8 +182,10 @@ class Calls:
         """
         parts = []
         for layer, chosen in indices.items():
-            weights, scores = self.weights(layer).double(), self.scores(layer)
-            size, length = weights.shape, weights.shape[3]
+            weights = self.weights(layer).double()
+            scores = self.scores(layer)
+            size = weights.shape
+            length = weights.shape[3]
             fits = chosen.shape[:-1] in (size[:3], (size[0], 1, size[2])) and not chosen.is_floating_point()
             if not fits or int(chosen.max()) >= length or int(chosen.min()) < -1:
                 raise InputError(
@@ -190,9 +197,12 @@ class Calls:
             mask &= scores.isfinite()
             best = mark_largest(scores, mask.sum(-1, keepdim=True))
             attends = scores.isfinite().any(-1).sum((0, 2))
-            shares = [(weights * kept).sum((0, 2, 3)) / attends for kept in (mask, best)]
-            found = (mask & best).sum((0, 2, 3)) / best.sum((0, 2, 3))
-            facts = {"queries": attends, "weight": shares[0], "top_weight": shares[1], "recall": found}
+            facts = {
+                "queries": attends,
+                "weight": (weights * mask).sum((0, 2, 3)) / attends,
+                "top_weight": (weights * best).sum((0, 2, 3)) / attends,
+                "recall": (mask & best).sum((0, 2, 3)) / best.sum((0, 2, 3)),
+            }
             parts.append(pd.DataFrame({"layer": layer, "head": range(size[1]), **facts}))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
@@ -224,8 +234,8 @@ class Calls:
         """What (``not captured``, or a ``remark`` on what was), module, operation, reason and times."""
         skipped = skipped_table("", self._audit, self._layers.modules).assign(what="not captured")
         remarks = remarks_table("", self._audit).rename(columns={"text": "reason"})
-        both = pd.concat([skipped, remarks.assign(what="remark", operation="")], ignore_index=True)
-        return both[["what", "module", "operation", "reason", "times"]]
+        table = pd.concat([skipped, remarks.assign(what="remark", operation="")], ignore_index=True)
+        return table[["what", "module", "operation", "reason", "times"]]
 
     @property
     def other_softmaxes(self) -> int:
@@ -259,28 +269,32 @@ class Calls:
             self._kept.add(call, layer)
         place = {"call": self._calls, "module": call.module, "layer": layer, "occurrence": call.occurrence}
         self._calls += 1
-        first, before = call.keys_before + call.first_query, call.keys_before
+        first = call.keys_before + call.first_query
+        keys_before = call.keys_before
         sent = {field.name: getattr(rows.statistics, field.name) for field in fields(RowStatistics)}
         sent["top_keys"] = sent["top_keys"][..., :0]  # unused
         if rows.places is not None:
             sent["places"] = rows.places
 
         def receive(here: Tensors) -> None:
-            queries, keys = here.pop("real").numpy(), here.pop("some_keys").numpy()
+            queries = here.pop("real").numpy()
+            keys = here.pop("some_keys").numpy()
             places = here.pop("places").numpy() if "places" in here else None
-            self._reduced.append(ReducedCall(place, first, before, queries, places, keys, RowStatistics(**here)))
+            self._reduced.append(
+                ReducedCall(place, first, keys_before, queries, places, keys, RowStatistics(**here))
+            )
 
         self._arrivals.send(sent | {"real": rows.queries, "some_keys": rows.keys}, receive)
 
 
-def _check_seen(layer: int, chosen: Tensor, seen: Tensor) -> None:
+def _check_seen(layer: int, chosen: Tensor, visible: Tensor) -> None:
     """Refuse a choice of keys that a layer, which hides keys between others, has made itself or has hidden."""
-    real = seen.any(2, keepdim=True).any(1, keepdim=True)
-    between = seen.cumsum(-1).bool() & seen.flip(-1).cumsum(-1).flip(-1).bool()
-    hidden = between & real & ~seen
+    real = visible.any(2, keepdim=True).any(1, keepdim=True)
+    between = visible.cumsum(-1).bool() & visible.flip(-1).cumsum(-1).flip(-1).bool()
+    hidden = between & real & ~visible
     if not bool(hidden.any()):  # a causal mask, a window, padding
         return
-    if bool((chosen & hidden).any()) or not bool((seen & ~chosen).any()):
+    if bool((chosen & hidden).any()) or not bool((visible & ~chosen).any()):
         raise InputError(
             f"Layer {layer} hides keys between those that a query sees, as an indexer does: of these there are no "
             "scores, and a recall would be 1 whatever was chosen. Capture the model with all keys kept (of an "
@@ -290,8 +304,8 @@ def _check_seen(layer: int, chosen: Tensor, seen: Tensor) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _group(name: str, given: Any, samples: int, length: int) -> Tensor:
-    tokens = torch.as_tensor(given)
+def _group(name: str, group: Any, samples: int, length: int) -> Tensor:
+    tokens = torch.as_tensor(group)
     if tokens.dtype != torch.bool or tokens.shape not in ((length,), (samples, length)):
         got = f"{str(tokens.dtype).removeprefix('torch.')} of {tuple(tokens.shape)}"
         raise InputError(f"The group {name} must be bool, ({length},) or ({samples}, {length}). Got {got}.")
@@ -310,14 +324,15 @@ class _Batch(threading.local):
         if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn."):
             yield
             return
-        own = hooks.Hooks(model, self._before, self._after)
-        with undone(own.remove):
-            own.put_on()
+        of_model = hooks.Hooks(model, self._before, self._after)
+        with undone(of_model.remove):
+            of_model.put_on()
             yield
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = *args, *kwargs.values()
-        self.samples, self.second = batching.samples_of(batch), batching.second_axis(module, batch)
+        self.samples = batching.samples_of(batch)
+        self.second = batching.second_axis(module, batch)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self.samples = 0
@@ -395,10 +410,10 @@ def longest_call(
         further = loaded.module.config.extra_tokens if isinstance(loaded.module, Encoder) else 0
         length = max(map(batching.longest, batches), default=1) + further
         return length, length
-    seen = [(1, 1)]
+    sizes = [(1, 1)]
 
     def look(call: AttentionCall) -> None:
-        seen.append((call.q.shape[2], call.k.shape[2]))
+        sizes.append((call.q.shape[2], call.k.shape[2]))
 
     batch = max(
         batches, key=lambda batch: max((t.shape[1:].numel() for t in batching.tensors_of(batch)), default=0)
@@ -408,5 +423,5 @@ def longest_call(
         batch = next(batching.each(batch, 1))
     with running(loaded, look, device, dtype) as run:
         run(batch)
-    queries, keys = zip(*seen, strict=True)
+    queries, keys = zip(*sizes, strict=True)
     return max(queries), max(keys)

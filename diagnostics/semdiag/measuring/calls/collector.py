@@ -49,7 +49,8 @@ class Layer:
 
     def add(self, call: AttentionCall) -> None:
         """Record a call's shape."""
-        self.heads, self.key_heads = call.q.shape[1], call.k.shape[1]
+        self.heads = call.q.shape[1]
+        self.key_heads = call.k.shape[1]
         self.width = call.q.shape[3] if call.factored else None
         self.longest = max(self.longest, call.k.shape[2])
         self.calls += 1
@@ -118,8 +119,8 @@ class Layers:
 
 def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
     """Return the table ``skipped``: what looks like attention but was not captured, and modules never called."""
-    rows = [{"model": model, **seen._asdict(), "times": times} for seen, times in audit.skipped.items()]
-    reached = captured | {seen.module for seen in audit.skipped}
+    rows = [{"model": model, **entry._asdict(), "times": times} for entry, times in audit.skipped.items()]
+    reached = captured | {entry.module for entry in audit.skipped}
     idle = [name for name in audit.modules if name not in reached]
     rows += [{"model": model, "module": n, "operation": "", "reason": "never called", "times": 0} for n in idle]
     return SKIPPED.of_rows(rows)
@@ -165,8 +166,9 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
     """Return the scores of an attention call, with δ, Δ and the sets."""
     if call.sinks is not None:
         raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
-    scores, seen = call.scores(torch.float64), call.part().allowed
-    allowed = call.counted[..., None] if seen is None else call.counted[..., None] & seen
+    scores = call.scores(torch.float64)
+    visible = call.part().allowed
+    allowed = call.counted[..., None] if visible is None else call.counted[..., None] & visible
     allowed = allowed.expand(scores.shape)
     selected = allowed if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
     lowest = scores.masked_fill(~selected, torch.inf).amin(-1)
@@ -199,7 +201,10 @@ class QueryDraws:
             raise InputError("queries is the number to draw. To mark padding, use real=mask.")
         if count is not None:
             as_whole_number(count, "Queries to draw per sample and head", FEWEST)
-        self.count, self.seed, self._longest, self._started = count, seed, 1, False
+        self.count = count
+        self.seed = seed
+        self._longest = 1
+        self._started = False
         self._seen = 0  # number of real queries of the longest sequence so far
         self._samples: Counter[tuple[int, int]] = Counter()
 
@@ -226,7 +231,8 @@ class QueryDraws:
         """Return the positions of queries drawn from those of a call that count; None for all."""
         batch, heads, length, _ = call.q.shape
         if not self._started:
-            self._longest, self._started = max(self._longest, length), True
+            self._longest = max(self._longest, length)
+            self._started = True
         if self.count is None:
             return None
         real = np.ones((batch, length), bool) if call.queries is None else call.queries.cpu().numpy()
@@ -234,13 +240,15 @@ class QueryDraws:
         if self.share == 1:
             return None
         place = call.layer, call.occurrence
-        first, self._samples[place] = self._samples[place], self._samples[place] + batch
-        drawn = []
+        first = self._samples[place]
+        self._samples[place] = self._samples[place] + batch
+        chosen = []
         for row, real_row in enumerate(real, first):
-            positions, rng = np.flatnonzero(real_row), np.random.default_rng([self.seed, *place, row])
+            positions = np.flatnonzero(real_row)
+            rng = np.random.default_rng([self.seed, *place, row])
             indices = draw_queries(len(positions), heads, self.count, self._longest, rng)
-            drawn.append(np.where(indices >= 0, positions[indices], -1) if len(positions) else indices)
-        padded = pad_sequence([torch.from_numpy(columns.T) for columns in drawn], True, -1)  # (B, most, H)
+            chosen.append(np.where(indices >= 0, positions[indices], -1) if len(positions) else indices)
+        padded = pad_sequence([torch.from_numpy(columns.T) for columns in chosen], True, -1)  # (B, most, H)
         return padded.mT.contiguous().to(call.q.device)
 
 
@@ -257,10 +265,10 @@ class KeptScores:
         exact = torch.promote_types(call.q.dtype, torch.float32)
         with torch.autocast(call.q.device.type, enabled=False):
             scores = call.scores(exact)
-        seen = call.counted[..., None]
-        seen = seen if call.allowed is None else seen & call.allowed
-        seen = seen if call.selected is None else seen & as_mask(call.selected, scores.shape[-1])
-        self._scores.setdefault(layer, []).append(scores.masked_fill(~seen, -torch.inf).cpu())
+        attended = call.counted[..., None]
+        attended = attended if call.allowed is None else attended & call.allowed
+        attended = attended if call.selected is None else attended & as_mask(call.selected, scores.shape[-1])
+        self._scores.setdefault(layer, []).append(scores.masked_fill(~attended, -torch.inf).cpu())
         self._sinks[layer] = None if call.sinks is None else call.sinks.detach().to(exact).cpu()
 
     def scores(self, layer: int) -> Tensor:
@@ -294,11 +302,15 @@ class SampleNumbers:
     """Numbers samples across batches; no two batches share a number, whatever counts as a sample."""
 
     def __init__(self) -> None:
-        self._batch, self._first, self._next = 0, 0, 0
+        self._batch = 0
+        self._first = 0
+        self._next = 0
 
     def start(self, samples: int) -> None:
         """Start a batch of this many samples."""
-        self._batch, self._first, self._next = samples, self._next, self._next + samples
+        self._batch = samples
+        self._first = self._next
+        self._next = self._next + samples
 
     def of(self, rows: int) -> NDArray[np.int32]:
         """Return the sample number of each row of a call's batch axis."""
@@ -344,9 +356,18 @@ class Collector:
     """Consumes calls and makes the tables of one model's measurements."""
 
     def __init__(
-        self, model: str, k: Sequence[int], draws: QueryDraws, wanted: int | None, min_keys: int, max_queries: int
+        self,
+        model: str,
+        k: Sequence[int],
+        draws: QueryDraws,
+        chosen_k: int | None,
+        min_keys: int,
+        max_queries: int,
     ) -> None:
-        self.model, self.k, self.draws, self.wanted = model, k, draws, wanted
+        self.model = model
+        self.k = k
+        self.draws = draws
+        self.chosen_k = chosen_k
         self._min_keys = min_keys
         self.samples = 0  # number of samples so far, the current batch included
         self._numbers = SampleNumbers()
@@ -367,7 +388,8 @@ class Collector:
     def add(self, call: AttentionCall) -> None:
         """Reduce a call whose padded queries are marked."""
         rows = counted_rows(call, max(self.k, default=0), self.draws.places(call), received=True)
-        layer, samples = self.layers.add(rows, self.arrivals), self._numbers.of(len(call.q))
+        layer = self.layers.add(rows, self.arrivals)
+        samples = self._numbers.of(len(call.q))
         sent = self._of_queries(rows) | {"some_keys": rows.keys, "heads": self._sums(rows)}
         sent |= self._metrics("loads", rows)
         self.arrivals.send(sent, partial(self._receive, layer, samples))
@@ -379,7 +401,8 @@ class Collector:
 
     def _of_queries(self, rows: CountedRows) -> Tensors:
         """Return columns (B, H, R) of the table of queries, which of them count, and scores without a value."""
-        call, statistics = rows.call, rows.statistics
+        call = rows.call
+        statistics = rows.statistics
         columns = {
             "queries": rows.queries,
             "some": rows.queries & (statistics.keys >= self._min_keys),
@@ -390,12 +413,15 @@ class Collector:
         }
         if rows.places is not None:
             columns["places"] = rows.places
-        if self.wanted is not None and call.selected is not None:
-            q, selected, allowed = call.q, call.selected, call.allowed
+        if self.chosen_k is not None and call.selected is not None:
+            q = call.q
+            selected = call.selected
+            allowed = call.allowed
             if rows.places is not None:
-                q, selected = rows_of(q, rows.places), rows_of(selected, rows.places)
+                q = rows_of(q, rows.places)
+                selected = rows_of(selected, rows.places)
                 allowed = None if allowed is None else rows_of(allowed, rows.places)
-            columns["recall"] = top_recall(q, call.k, call.scale, selected, self.wanted, allowed)
+            columns["recall"] = top_recall(q, call.k, call.scale, selected, self.chosen_k, allowed)
         return columns
 
     def _sums(self, rows: CountedRows) -> Tensor:
@@ -405,8 +431,10 @@ class Collector:
         return torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64)
 
     def _receive(self, layer: int, samples: NDArray[np.int32], here: Tensors) -> None:
-        queries, some, bad = (here.pop(name) for name in ("queries", "some", "bad"))
-        places, some_keys, sums = here.pop("places", None), here.pop("some_keys"), here.pop("heads")
+        queries, counted, non_finite = (here.pop(name) for name in ("queries", "some", "bad"))
+        places = here.pop("places", None)
+        real_keys = here.pop("some_keys")
+        sums = here.pop("heads")
         loads = {name: _compact(here.pop(name)) for name in metric_columns(in_table("loads"), self.k)}
         columns = _places(samples, queries, layer, "query")
         if places is not None:
@@ -414,16 +442,16 @@ class Collector:
             columns |= {"query": _flat(places, np.int32), "stratum": stratum}
         columns |= {name: _compact(values) for name, values in here.items()}
         self.counted[layer] += int(queries.sum())
-        self._queries.add(_where(columns, some))
-        if bool(bad.any()):
-            columns = _places(samples, bad[..., None], layer, "query") | {"scores": _flat(bad)}
+        self._queries.add(_where(columns, counted))
+        if bool(non_finite.any()):
+            columns = _places(samples, non_finite[..., None], layer, "query") | {"scores": _flat(non_finite)}
             del columns["query"]
-            self._non_finite.append(_where(columns, bad > 0))
-        self._loads.add(_where(_places(samples, some_keys, layer, "key") | loads, some_keys))
-        known = self._heads.get(layer, sums.new_zeros(len(sums), 0))
-        heads = max(known.shape[1], sums.shape[1])  # calls of one layer may differ in their number of heads
-        known, sums = (pad(x, (0, heads - x.shape[1])) for x in (known, sums))
-        self._heads[layer] = known + sums
+            self._non_finite.append(_where(columns, non_finite > 0))
+        self._loads.add(_where(_places(samples, real_keys, layer, "key") | loads, real_keys))
+        sums_before = self._heads.get(layer, sums.new_zeros(len(sums), 0))
+        heads = max(sums_before.shape[1], sums.shape[1])  # calls of one layer may differ in their number of heads
+        sums_before, sums = (pad(x, (0, heads - x.shape[1])) for x in (sums_before, sums))
+        self._heads[layer] = sums_before + sums
 
     def tables(self, ks: Sequence[int]) -> dict[str, pd.DataFrame]:
         """Return the tables by name; of the counterfactual numbers only ``ks``."""
@@ -480,11 +508,11 @@ def _compact(values: Tensor) -> np.ndarray:
     return _flat(values, None if values.is_floating_point() else np.int32)
 
 
-def _where(columns: dict[str, np.ndarray], keep: Tensor) -> dict[str, np.ndarray]:
-    if bool(keep.all()):
+def _where(columns: dict[str, np.ndarray], chosen: Tensor) -> dict[str, np.ndarray]:
+    if bool(chosen.all()):
         return columns
-    kept = _flat(keep)
-    return {name: column[kept] for name, column in columns.items()}
+    rows = _flat(chosen)
+    return {name: column[rows] for name, column in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)

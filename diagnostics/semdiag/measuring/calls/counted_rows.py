@@ -41,7 +41,8 @@ class CountedRows:
     @cached_property
     def _first(self) -> tuple[Tensor, Tensor, Tensor]:
         """For the first real key, each (B, H, R): its score, whether a row may attend to it, whether it does."""
-        call, exact = self.call, self.statistics.kept_log_sum_exp.dtype
+        call = self.call
+        exact = self.statistics.kept_log_sum_exp.dtype
         first = self.keys.to(torch.uint8).argmax(-1)[..., None]  # (B, H, 1)
         sample, head = (torch.arange(size, device=first.device) for size in first.shape[:2])
         key = call.k[sample[:, None], head // (len(head) // call.k.shape[1]), first[..., 0]]
@@ -50,27 +51,29 @@ class CountedRows:
             z = call.softcap * torch.tanh(z / call.softcap)
         bias, allowed = (self._at(values, first) for values in (call.bias, call.allowed))
         z = z if bias is None else z + bias
-        seen = torch.ones_like(z, dtype=torch.bool) if allowed is None else allowed.expand_as(z)
+        visible = torch.ones_like(z, dtype=torch.bool) if allowed is None else allowed.expand_as(z)
         if call.causal:
-            seen = seen & (first <= call.first_query + torch.arange(z.shape[2], device=z.device))
-        kept = seen if call.selected is None else seen & (call.selected == first[..., None]).any(-1)
+            visible = visible & (first <= call.first_query + torch.arange(z.shape[2], device=z.device))
+        attended = visible if call.selected is None else visible & (call.selected == first[..., None]).any(-1)
         if self.places is not None:
-            z, seen, kept = (rows_of(values[..., None], self.places)[..., 0] for values in (z, seen, kept))
-        return z, seen, kept
+            z, visible, attended = (
+                rows_of(values[..., None], self.places)[..., 0] for values in (z, visible, attended)
+            )
+        return z, visible, attended
 
     def first_weight(self) -> Tensor:
         """Return the attention weight on the first real key, (B, H, R); NaN for a row without keys."""
-        z, _, kept = self._first
-        weight = torch.where(kept, (z - self.statistics.kept_log_sum_exp).exp().clamp(max=1), 0.0)
+        z, _, attended = self._first
+        weight = torch.where(attended, (z - self.statistics.kept_log_sum_exp).exp().clamp(max=1), 0.0)
         return weight.masked_fill(self.statistics.kept == 0, torch.nan)
 
     def first_kept(self, k: int | None = None) -> Tensor:
         """Return whether a row attends to the first real key, (B, H, R) bool."""
-        z, seen, kept = self._first
+        z, visible, attended = self._first
         if k is None:
-            return kept
+            return attended
         top = self.statistics.top  # may be rounded differently
-        return seen & (z >= (top[..., k - 1] + top[..., k]) / 2)
+        return visible & (z >= (top[..., k - 1] + top[..., k]) / 2)
 
     def query_norms(self) -> Tensor:
         """Return the norm of every query, (B, H, R), float32; NaN where only scores are known."""
@@ -107,22 +110,25 @@ class CountedRows:
 
 def attended_keys(call: AttentionCall, samples: Tensor | slice = slice(None)) -> Tensor:
     """Return the keys to which some real query of a call may attend, (B, H, Lk) bool; the others are padding."""
-    counted, first = call.counted[samples, :1], call.first_query
+    is_real = call.counted[samples, :1]
+    first_query = call.first_query
     allowed = part_of(call.allowed, samples, slice(None))
-    shape, device = (len(counted), call.q.shape[1], call.k.shape[2]), call.k.device
-    rows, keys = (torch.arange(length, device=device) for length in (counted.shape[2], shape[2]))
+    shape = (len(is_real), call.q.shape[1], call.k.shape[2])
+    device = call.k.device
+    rows, keys = (torch.arange(length, device=device) for length in (is_real.shape[2], shape[2]))
     if allowed is None or allowed.shape[2] == 1:  # the last real query sees all keys that others see
-        last = torch.where(counted, rows, -1 - first).amax(-1, keepdim=True)
-        reached = keys <= first + last if call.causal else last >= 0
+        last = torch.where(is_real, rows, -1 - first_query).amax(-1, keepdim=True)
+        reached = keys <= first_query + last if call.causal else last >= 0
         return (reached if allowed is None else reached & allowed[:, :, 0]).expand(shape)
-    seen, some = torch.zeros(shape, dtype=torch.bool, device=device), max(1, _STRIP // max(1, math.prod(shape)))
-    for start in range(0, len(rows), some):
-        part = slice(start, start + some)
-        reached = counted[:, :, part, None] & allowed[:, :, part]
+    attended = torch.zeros(shape, dtype=torch.bool, device=device)
+    strip = max(1, _STRIP // max(1, math.prod(shape)))
+    for start in range(0, len(rows), strip):
+        part = slice(start, start + strip)
+        reached = is_real[:, :, part, None] & allowed[:, :, part]
         if call.causal:
-            reached = reached & (keys <= first + rows[part, None])
-        seen = seen | reached.any(2)
-    return seen
+            reached = reached & (keys <= first_query + rows[part, None])
+        attended = attended | reached.any(2)
+    return attended
 
 
 def remark_path(call: AttentionCall, audit: Audit) -> None:
@@ -157,7 +163,7 @@ class Arrivals:
 
     def send(self, tensors: Tensors, use: Callable[[Tensors], None]) -> None:
         """Use tensors on the host: at once, or in :meth:`settle` where they come from a GPU."""
-        copies: dict[int, Tensor] = {}  # of tensors, some of which are given twice
+        copies: dict[int, Tensor] = {}  # by id: some tensors are given twice
         for x in tensors.values():
             if id(x) not in copies:  # torch puts what it copies without blocking into pinned memory
                 copies[id(x)] = x.to("cpu", non_blocking=x.is_cuda)

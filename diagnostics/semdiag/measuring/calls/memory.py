@@ -17,15 +17,21 @@ from semdiag.measuring.calls.running import NoRoomError, in_evaluation, running
 from semdiag.measuring.words import counted
 
 _LONG = 1024  # tokens of all samples from which a run is worth an estimate, if one has at least _CUT
-_SHORT, _CUT = 32, 256  # tokens of the forward passes by which it is made: the first one warms up
-_ROWS, _KEYS, _CHANGES = 12.6, 8.2, 72.0  # bytes: benchmarks/README.md#cost-model, and 18 truncated outputs
+_SHORT = 32  # tokens of a forward pass that warms up
+_CUT = 256  # tokens of the forward pass by which the estimate is made
+# Bytes of a row for each of its k largest scores, and of each of its changes: benchmarks/README.md#cost-model.
+_ROWS = 12.6
+_KEYS = 8.2
+_CHANGES = 72.0  # 18 truncated outputs
 _STREAMS = 24  # numbers of a token's width that a layer holds at a time
 _ROW = 60  # bytes of a row of the table of queries
 _TABLE = 20_000_000  # rows that the table holds at most
 _SAMPLE = 2**29  # bytes that the rows of a k-sweep take at most
-_NUMBERS, _COPIES = 45, 2  # of a row of a k-sweep beside its largest scores, four bytes each; twice while joined
+_NUMBERS = 45  # numbers of a row of a k-sweep beside its largest scores, four bytes each
+_COPIES = 2  # copies of these rows while they are joined
 _OUTPUTS = 5  # copies of the logits that are held while a run with a mask is compared; measured
-_CAPTURED, _MASKED = 2.0, 2.5  # forward passes that a captured and a masked one take on a CPU
+_CAPTURED = 2.0  # forward passes that take as long as a captured one on a CPU
+_MASKED = 2.5  # the same for one with a mask
 _SPARE = 0.9  # share of the free memory that is used
 T = TypeVar("T")
 
@@ -36,12 +42,12 @@ class Demand:
 
     layers: int
     heads: int
-    width: int  # of a token
+    width: int  # numbers of a token
     vocabulary: int  # columns of the output; 0 if it has none
     itemsize: int
     by_hand: bool  # whether it holds scores of all pairs of tokens
     parameters: int
-    seconds: float  # of a forward pass of _CUT tokens
+    seconds: float  # duration of a forward pass of _CUT tokens
 
     def bytes(self, samples: int, length: int, k: int, masks: int) -> float:
         """Return the memory beyond the model's own."""
@@ -55,7 +61,8 @@ class Demand:
 
     def time(self, samples: int, length: int, masks: int) -> float:
         """Return the seconds of one captured pass, a plain one and those with masks."""
-        products, pairs = 2 * self.parameters, 2 * self.layers * self.width  # per token; per pair of tokens
+        products = 2 * self.parameters
+        pairs = 2 * self.layers * self.width  # per token; per pair of tokens
         growth = (products + pairs * length) / (products + pairs * _CUT)
         forward = self.seconds * samples * length / _CUT * growth
         return forward * (_CAPTURED + (1 + _MASKED * masks if masks else 0))
@@ -70,29 +77,43 @@ def demand(
         return None
     if sum(batching.samples_of(batch) * batching.longest(batch) for batch in batches) < _LONG:
         return None
-    first, calls = max(batches, key=batching.longest), list[tuple[int, int, int]]()
+    first = max(batches, key=batching.longest)
+    calls = list[tuple[int, int, int]]()
 
     def look(call: AttentionCall) -> None:
         calls.append((call.layer, call.q.shape[1], call.q.shape[3]))
 
     with running(loaded, look, device, dtype) as run:
         run(shortened(first, _SHORT))
-    with in_evaluation(loaded, device, dtype) as (module, place, kind):
-        start = time.perf_counter()
-        output = batching.call(module, batching.moved(shortened(first, _CUT), place, kind))
-        logits: Any = output.get("logits") if isinstance(output, Mapping) else output
-        known = isinstance(logits, Tensor) and logits.ndim == 3
-        float(logits.sum() if known else 0)  # waits for the device
-        seconds = time.perf_counter() - start
+    seconds, vocabulary, itemsize = _timed(loaded, shortened(first, _CUT), device, dtype)
     if not calls:
         return None
-    _, heads, width = calls[0]
+    _, heads, head_width = calls[0]
     implementation = getattr(getattr(loaded.module, "config", None), "_attn_implementation", "")
     return Demand(
-        len({layer for layer, *_ in calls}), heads, heads * width, logits.shape[-1] if known else 0,
-        torch.finfo(kind).bits // 8, implementation == "eager",
-        sum(p.numel() for p in loaded.module.parameters()), seconds,
-    )  # fmt: skip
+        layers=len({layer for layer, *_ in calls}),
+        heads=heads,
+        width=heads * head_width,
+        vocabulary=vocabulary,
+        itemsize=itemsize,
+        by_hand=implementation == "eager",
+        parameters=sum(p.numel() for p in loaded.module.parameters()),
+        seconds=seconds,
+    )
+
+
+def _timed(
+    loaded: LoadedModel, batch: Batch, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[float, int, int]:
+    """Return the seconds of a forward pass, the columns of its output (0: none), and the bytes of a number."""
+    with in_evaluation(loaded, device, dtype) as (module, place, kind):
+        start = time.perf_counter()
+        output = batching.call(module, batching.moved(batch, place, kind))
+        logits: Any = output.get("logits") if isinstance(output, Mapping) else output
+        has_logits = isinstance(logits, Tensor) and logits.ndim == 3
+        float(logits.sum() if has_logits else 0)  # waits for the device
+        seconds = time.perf_counter() - start
+    return seconds, logits.shape[-1] if has_logits else 0, torch.finfo(kind).bits // 8
 
 
 def shortened(batch: Batch, length: int) -> Batch:
@@ -103,7 +124,7 @@ def shortened(batch: Batch, length: int) -> Batch:
 
 
 def fitting_batch(
-    wanted: Demand,
+    demand_of_model: Demand,
     path: str,
     batches: Sequence[Batch],
     device: torch.device,
@@ -115,28 +136,34 @@ def fitting_batch(
 
     Masks that run for so many minutes more, instead of on all samples, count in the memory.
     """
-    length, free = max(map(batching.longest, batches)), _SPARE * free_memory(device)
-    whole = sum(map(batching.samples_of, batches))
-    size = most = max(map(batching.samples_of, batches))
+    length = max(map(batching.longest, batches))
+    free = _SPARE * free_memory(device)
+    samples = sum(map(batching.samples_of, batches))
+    size = largest_batch = max(map(batching.samples_of, batches))
     run = masks or int(minutes_more > 0)
-    while size > 1 and wanted.bytes(size, length, k, run) > free:
+    while size > 1 and demand_of_model.bytes(size, length, k, run) > free:
         size //= 2
-    if wanted.bytes(size, length, k, run) > free:
+    if demand_of_model.bytes(size, length, k, run) > free:
         fits = length
-        while fits > 1 and wanted.bytes(1, fits, k, run) > free:
+        while fits > 1 and demand_of_model.bytes(1, fits, k, run) > free:
             fits = fits * 9 // 10
+        needed = _amount(demand_of_model.bytes(1, length, k, run))
         raise NoRoomError(
-            f"{path}: one sample of {length:,} tokens takes {_amount(wanted.bytes(1, length, k, run))}, and "
-            f"{_amount(free)} are free. About {fits:,} tokens fit: --max-length {fits}, or shorter inputs."
+            f"{path}: one sample of {length:,} tokens takes {needed}, and {_amount(free)} are free. About "
+            f"{fits:,} tokens fit: --max-length {fits}, or shorter inputs."
         )
     tokens = sum(batching.samples_of(batch) * batching.longest(batch) for batch in batches)
-    seconds = wanted.time(1, length, masks) * tokens / length
+    seconds = demand_of_model.time(1, length, masks) * tokens / length
     passes = f" and {masks + 1} more passes" if masks else ""
     minutes = f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-    text = f"{counted(whole, 'sample')} of up to {length:,} tokens{passes} take about {minutes}"
-    text += f", masks {minutes_more:g} min more" if minutes_more else ""
-    text += f", other probes not counted, and {_amount(wanted.bytes(size, length, k, run))} beside the model"
-    return size, text + f", {size} of {most} samples at a time" * (size < most)
+    text = f"{counted(samples, 'sample')} of up to {length:,} tokens{passes} take about {minutes}"
+    if minutes_more:
+        text += f", masks {minutes_more:g} min more"
+    needed = _amount(demand_of_model.bytes(size, length, k, run))
+    text += f", other probes not counted, and {needed} beside the model"
+    if size < largest_batch:
+        text += f", {size} of {largest_batch} samples at a time"
+    return size, text
 
 
 def _amount(size: float) -> str:
@@ -157,8 +184,8 @@ def halving(
         except NoRoomError:
             largest = max(map(batching.samples_of, cut))
             size = largest // 2
-            whole = any(isinstance(b, tuple | list) and batching.samples_of(b) > size for b in cut)
-            if not size or whole:
+            uncuttable = any(isinstance(b, tuple | list) and batching.samples_of(b) > size for b in cut)
+            if not size or uncuttable:
                 raise
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -47,12 +47,15 @@ class _Outputs:
         k: Sequence[int],
         first_step: int,
     ) -> None:
-        self._k, self._log, self._tensorboard = k, log, tensorboard
+        self._k = k
+        self._log = log
+        self._tensorboard = tensorboard
         self._folder = isinstance(tensorboard, Path | str)  # else the writer is the user's
         self._writer: Any = None
         self.layers = MonitorLog(path, monitor_heads.columns(k), first_step)
         beside = None if path is None else path.with_name(f"{path.stem}-heads{path.suffix}")
-        self.heads = MonitorLog(beside, monitor_heads.head_columns(k), None)
+        self.heads = MonitorLog(beside, monitor_heads.head_columns(k), first_step)
+        self.layers.warn_of_later_steps(first_step)
 
     def open(self) -> None:
         self.layers.open()
@@ -84,7 +87,8 @@ class _Outputs:
         for log in (self.layers, self.heads):
             with faults.reporting():
                 log.close()
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if self._folder and writer is not None:
             with faults.reporting():
                 writer.close()
@@ -100,7 +104,8 @@ class _Looking:
     """What a look has seen so far; numbers that come from a GPU are described in a thread of their own."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.audit = step, Audit()
+        self.step = step
+        self.audit = Audit()
         self.rows: list[dict[str, Any]] = []
         self.heads: list[dict[str, Any]] = []
         self.parts: dict[str, str] = {}
@@ -158,7 +163,8 @@ class Monitor:
             and alarms; rank 0 writes, logs and warns. With ``own``, each rank is on its own.
         seed: random seed for the choice of samples and queries.
         queries: number of queries per sample; medians of more rows vary less from look to look.
-        first_step: number of the first step, for resumed training; it warns if the file already has this step.
+        first_step: number of the first step, for resumed training: its rows replace those that the file has from
+            this step on, with a warning.
 
     Raises:
         InputError: if an argument is invalid, no row can ever cross a rule, the file cannot be written or
@@ -197,7 +203,8 @@ class Monitor:
             raise InputError(f"A monitor watches a module, like Encoder(config). Got {model!r}.")
         if not any(model.children()) and type(model) in vars(nn).values():
             raise InputError(f"{type(model).__name__} has no attention to watch.")
-        self.model, self.every = model, as_whole_number(every, "every", 1)
+        self.model = model
+        self.every = as_whole_number(every, "every", 1)
         self.k = tuple(dict.fromkeys(as_whole_numbers(k, "k", 1)))
         if rows not in ("sample", "all"):
             raise InputError(f'rows must be "sample" or "all". Got {rows!r}.')
@@ -210,10 +217,12 @@ class Monitor:
             raise InputError(f'on_alarm must be "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')
         self._on_alarm = on_alarm
         self.alarms: list[Alarm] = []
-        self._accumulation, self._micro = as_whole_number(accumulation, "accumulation", 1), 0
+        self._accumulation = as_whole_number(accumulation, "accumulation", 1)
+        self._micro = 0
         self.step = self._first_step = as_whole_number(first_step, "first_step", 0)
         self.seconds = 0.0
-        self._ranks, self._reduction = monitor_heads.Ranks(ranks), monitor_heads.Reduction()
+        self._ranks = monitor_heads.Ranks(ranks)
+        self._reduction = monitor_heads.Reduction()
         self._generator = torch.Generator().manual_seed(as_whole_number(seed, "seed", 0) + self._ranks.rank)
         if self._ranks.rank:  # only rank 0 writes
             path = tensorboard = log = None
@@ -245,12 +254,13 @@ class Monitor:
     def summary(self) -> str:
         """Return every alarm, and the extremes of the last look, as plain text."""
         self._catch_up()
-        return summary_of(self._last, self.alarms, monitor_heads.quantities(self.k))
+        return summary_of(self._last, self.alarms, monitor_heads.monitored_columns(self.k))
 
     def begin_step(self, step: int) -> None:
         """Set the step that the next forward call belongs to, if the training loop knows better."""
         with self._turn:
-            self.step, self._micro = step, 0
+            self.step = step
+            self._micro = 0
 
     def start(self) -> Self:
         """Start counting and looking, and return the monitor; ``with Monitor(…)`` calls it."""
@@ -277,7 +287,8 @@ class Monitor:
 
     def stop(self) -> None:
         """Restore the model; rows remain readable."""
-        begun, reports = self._hooks is not None, self._ranks.reports
+        begun = self._hooks is not None
+        reports = self._ranks.reports
         unseen = begun and self.step == self._first_step and not self._micro
         try:
             self._catch_up()
@@ -335,21 +346,24 @@ class Monitor:
         """Write the rows of the last look if its numbers are there or another look is due; return its alarms."""
         if (behind := self._behind) is None:
             return []
-        again = not self._micro and self.step % self.every == 0
-        due = again or self._ranks.joined or behind.described is None or behind.described.done()
+        look_is_due = not self._micro and self.step % self.every == 0
+        due = look_is_due or self._ranks.joined or behind.described is None or behind.described.done()
         return self._written() if due else []
 
     def _begin(self, model: nn.Module, inside: tuple[Any, ...], arguments: Any) -> None:
         """Count a forward call, and start to look at it if it is its turn."""
         here = threading.current_thread()
         with self._turn:
-            step, first = self.step, self._micro == 0
+            step = self.step
+            first = self._micro == 0
             self._micro = (self._micro + 1) % self._accumulation
             self.step += self._micro == 0
             if self._looker is not None and self._looker is not here and self._looker.is_alive():
                 return
-            interrupted, self._look = self._look, ExitStack()
-            self._looked_at, self._looker = step, here if first and step % self.every == 0 else None
+            interrupted = self._look
+            self._look = ExitStack()
+            self._looked_at = step
+            self._looker = here if first and step % self.every == 0 else None
         with self._faults.reporting():
             interrupted.close()
         if self._looker is here:
@@ -358,7 +372,8 @@ class Monitor:
                 look.enter_context(self._padding.watched(arguments))
                 watch = watch_attention(model, lambda call: self._reduce(call, now), inside=inside)
                 now.audit = look.enter_context(watch)
-                self._look, now.seen = look.pop_all(), False
+                self._look = look.pop_all()
+                now.seen = False
 
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling():
@@ -368,16 +383,18 @@ class Monitor:
             self._forwards.discard(threading.get_ident())
             if self._looker is not threading.current_thread():
                 return
-            step, self._looked_at, self._looker = self._looked_at, None, None
+            step = self._looked_at
+            self._looked_at = None
+            self._looker = None
             with self._faults.reporting():
                 self._look.close()
             if step is not None:
                 alarms = self._end(step, output is not None)
         self._report_alarms(alarms)
 
-    def _end(self, step: int, whole: bool) -> list[Alarm]:
+    def _end(self, step: int, complete: bool) -> list[Alarm]:
         """End the look at a forward call; return its alarms if all of its numbers are there."""
-        if not whole:  # the forward pass raised an exception
+        if not complete:  # the forward pass raised an exception
             self._ranks.fail(step)
             return []
         self._now.parts = dict(self._ranks.parts)
@@ -393,7 +410,8 @@ class Monitor:
         """Write the rows of the last look if they are not written yet; return its alarms."""
         with self._faults.reporting():
             with self._turn:
-                look, self._behind = self._behind, None
+                look = self._behind
+                self._behind = None
             if look is not None:
                 return self._finish(look)
         return []
@@ -402,17 +420,18 @@ class Monitor:
         with self._faults.reporting():
             if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
                 return  # another thread's forward pass
-            start, look.seen = time.perf_counter(), True
+            start = time.perf_counter()
+            look.seen = True
             audit = Audit()
             call = self._padding.marked(call, audit)
-            self._faults.name_remarks(audit)  # of masks that could not be matched
+            self._faults.name_remarks(audit)  # masks that could not be matched
             self._ranks.part(self.model, call.module)
             place = {"step": look.step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
             rows = monitor_heads.sampled_rows(call, self.k, self._generator, self._queries)
 
-            def receive(seen: Tensors) -> None:
-                look.rows.append(place | monitor_heads.describe(seen, self.k))
-                of_heads = monitor_heads.describe_heads(seen, self.k, self._watch.logit)
+            def receive(tensors: Tensors) -> None:
+                look.rows.append(place | monitor_heads.describe_layer(tensors, self.k))
+                of_heads = monitor_heads.describe_heads(tensors, self.k, self._watch.logit)
                 look.heads += [place | row for row in of_heads]
 
             look.arrivals.send(monitor_heads.looked_at(rows), receive)
@@ -422,8 +441,9 @@ class Monitor:
         start = time.perf_counter()
         self._faults.begin()
         failed = None if look.described is None else look.described.exception()  # waits
-        own = monitor_heads.Look(look.step, look.rows, look.heads, look.parts)
-        rows, heads = self._reduction(self._ranks.together(own))  # all ranks take part, whatever each of them saw
+        this_rank = monitor_heads.Look(look.step, look.rows, look.heads, look.parts)
+        looks = self._ranks.together(this_rank)  # all ranks take part, whatever each of them saw
+        rows, heads = self._reduction(looks)
         if look.seen is False:
             self._faults.warn_once("no attention", f"No attention was captured in step {look.step}.")
         if look.seen is not None:
@@ -449,8 +469,8 @@ class Monitor:
         elif self._on_alarm == "raise":
             raise AlarmError(alarms[0], len(alarms) - 1)
         elif self._ranks.reports:
-            more = f" and {len(alarms) - 1} more" if len(alarms) > 1 else ""
-            warn(f"{alarms[0]}{more}")
+            further = f" and {len(alarms) - 1} more" if len(alarms) > 1 else ""
+            warn(f"{alarms[0]}{further}")
 
 
 def _warn_while_compiling() -> None:

@@ -22,8 +22,10 @@ from semdiag.measuring.table import csv_text, from_csv_text, read_parquet
 from semdiag.measuring.words import counted
 from semdiag_files import InputError, RunLock, open_file, visible
 
-WARNING, SEVERE = "WARNING", "SEVERE"
-ABOVE, BELOW = "above", "below"
+WARNING = "WARNING"
+SEVERE = "SEVERE"
+ABOVE = "above"
+BELOW = "below"
 CHANGES = "halves", "doubles"
 _SPELLINGS = (
     '50, (0.05, "below"), (50, 100) for a warning and a severe alarm, (0.5, 0.05, "below"), ("halves", 500): '
@@ -51,27 +53,27 @@ class Alarm:
 
     def __str__(self) -> str:
         place = f"step={self.step} layer={self.layer} head={self.head}"
-        what = f'quantity={self.quantity} value={self.value:.6g} rule="{self.rule}"'
-        return f"alarm band={self.band} {place} {what}"
+        crossing = f'quantity={self.quantity} value={self.value:.6g} rule="{self.rule}"'
+        return f"alarm band={self.band} {place} {crossing}"
 
 
 class AlarmError(RuntimeError):
     """Raised when a rule is crossed, with ``on_alarm="raise"``; ``alarm`` is the first alarm."""
 
-    def __init__(self, alarm: Alarm, others: int) -> None:
-        super().__init__(f"{alarm}{f' and {others} more' if others else ''}")
+    def __init__(self, alarm: Alarm, further: int) -> None:
+        super().__init__(f"{alarm}{f' and {further} more' if further else ''}")
         self.alarm = alarm
 
 
 @dataclass(frozen=True)
-class Rule:
+class AlarmRule:
     """A threshold of a quantity, or a change of it."""
 
     quantity: str  # a column of the table of heads
     band: str  # ``WARNING`` or ``SEVERE``, the alarm's band
     side: str  # ``above``, ``below``, ``halves`` or ``doubles``
     threshold: float  # a value; for a change, the number of steps within which it happens
-    floor: float = 0.0  # of a change: the larger of the two values must lie above it
+    floor: float = 0.0  # the larger of the two values of a change must lie above it
 
     @property
     def text(self) -> str:
@@ -86,13 +88,13 @@ class Rule:
             return value > self.threshold
         if self.side == BELOW:
             return value < self.threshold
-        before = [old for old in earlier if old > 0]
+        positive = [old for old in earlier if old > 0]
         if self.side == "halves":
-            return value < max(before, default=0) / 2 and max(before, default=0) > self.floor
-        return value > 2 * min(before, default=math.inf) and value > self.floor
+            return value < max(positive, default=0) / 2 and max(positive, default=0) > self.floor
+        return value > 2 * min(positive, default=math.inf) and value > self.floor
 
 
-def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> list[Rule]:
+def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> list[AlarmRule]:
     """Return the rules of ``Monitor(alarm=…)``, severe ones first."""
     if alarm is not None and not isinstance(alarm, Mapping):
         raise InputError(f"alarm takes a dictionary from quantities to thresholds. Got {alarm!r}.")
@@ -100,7 +102,7 @@ def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> l
     return sorted(rules, key=lambda rule: rule.band != SEVERE)
 
 
-def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Rule]:
+def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[AlarmRule]:
     columns = metric_columns(monitored(), k)
     if quantity not in columns:
         raise _unknown_quantity(quantity, list(columns))
@@ -116,28 +118,29 @@ def _rules(quantity: str, setting: Any, k: Sequence[int], every: int) -> list[Ru
     for x in numbers:
         if x >= high if side == ABOVE else x <= low:
             raise InputError(f"alarm: {quantity} is never {side} {x:g}: it lies between {low:g} and {high:g}.")
-    return [Rule(quantity, band, side, float(x)) for band, x in zip((WARNING, SEVERE), numbers, strict=False)]
+    return [AlarmRule(quantity, band, side, float(x)) for band, x in zip((WARNING, SEVERE), numbers, strict=False)]
 
 
 def _unknown_quantity(quantity: str, columns: Sequence[str]) -> InputError:
-    found = metric_of(str(quantity))
-    more = f"Known: {', '.join(columns)}."
-    if found is not None and found[0].by_head:
-        more = "Add that k to the monitor's k."
-    return InputError(f"alarm: there is no quantity {quantity!r}. {more}")
+    metric_and_k = metric_of(str(quantity))
+    hint = f"Known: {', '.join(columns)}."
+    if metric_and_k is not None and metric_and_k[0].by_head:
+        hint = "Add that k to the monitor's k."
+    return InputError(f"alarm: there is no quantity {quantity!r}. {hint}")
 
 
-def _change(quantity: str, side: str, steps: Any, every: int, floor: Any, high: float) -> Rule:
+def _change(quantity: str, side: str, steps: Any, every: int, floor: Any, high: float) -> AlarmRule:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < every:
         raise InputError(
-            f"alarm: {quantity} is looked at every {every} steps; what {side} within {steps!r} is missed."
+            f"alarm: {quantity} is looked at every {counted(every, 'step')}; what {side} within {steps!r} is "
+            "missed."
         )
     if not _is_number(floor) or not 0 <= floor < high:
         raise InputError(
             f"alarm: the floor of a change of {quantity} must be a number of at least 0 and below {high:g}. "
             f"Got {floor!r}."
         )
-    return Rule(quantity, WARNING, side, steps, float(floor))
+    return AlarmRule(quantity, WARNING, side, steps, float(floor))
 
 
 def _thresholds(quantity: str, setting: Any, parts: tuple[Any, ...]) -> tuple[str, list[Any]]:
@@ -159,7 +162,7 @@ def _is_number(x: Any) -> bool:
 class Watch:
     """Records which heads have crossed which rules."""
 
-    rules: Sequence[Rule]  # severe ones first
+    rules: Sequence[AlarmRule]  # severe ones first
     # quantity, band, side, layer, occurrence and head of every alarm so far
     crossed: set[tuple[Any, ...]] = field(default_factory=set)
     # steps and values that a change compares with, by rule, layer, occurrence and head
@@ -176,7 +179,8 @@ class Watch:
         """Return the new alarms in the rows of one step."""
         alarms = []
         for row in rows:
-            step, place = row["step"], (row["layer"], row["occurrence"], row["head"])
+            step = row["step"]
+            place = (row["layer"], row["occurrence"], row["head"])
             bands: dict[str, str] = {}
             for rule in self.rules:
                 if math.isnan(value := row[rule.quantity]):
@@ -217,9 +221,11 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
             for name in dict.fromkeys((alarm.replace(SEVERE, WARNING), alarm)):
                 crossed.setdefault(name, []).append(row)
     alarms = []
-    for alarm, own in crossed.items():
-        number = counted(len({head_key(row) for row in own}), "head")
-        alarms.append(f"alarm {alarm}: {number}, first at step {own[0]['step']}, {head_key(own[0])}")
+    for alarm, rows_of_alarm in crossed.items():
+        number = counted(len({head_key(row) for row in rows_of_alarm}), "head")
+        alarms.append(
+            f"alarm {alarm}: {number}, first at step {rows_of_alarm[0]['step']}, {head_key(rows_of_alarm[0])}"
+        )
     return [*(alarms or ["no alarm"]), *lines]
 
 
@@ -228,9 +234,9 @@ def summary_of(rows: Sequence[Mapping[str, Any]], alarms: Sequence[Alarm], quant
     if not rows:
         return "No step was looked at."
     last = rows[-1]["step"]
-    own = [row for row in rows if row["step"] == last]
-    lines = [f"step {last}, {counted(len(own), 'head')}:"]
-    lines += [f"  {line}" for line in _ends(own, quantities, head_key)]
+    last_rows = [row for row in rows if row["step"] == last]
+    lines = [f"step {last}, {counted(len(last_rows), 'head')}:"]
+    lines += [f"  {line}" for line in _ends(last_rows, quantities, head_key)]
     return "\n".join([*(map(str, alarms) if alarms else ["no alarm"]), *lines])
 
 
@@ -240,17 +246,17 @@ def _ends(
     """Return the smallest and the largest value of each quantity, where first met; one number if all are alike."""
     lines = []
     for name in names:
-        known = [row for row in rows if not math.isnan(row[name])]
-        if not known:
+        with_value = [row for row in rows if not math.isnan(row[name])]
+        if not with_value:
             continue
-        low, high = (end(known, key=lambda row: float(row[name])) for end in (min, max))
+        low, high = (end(with_value, key=lambda row: float(row[name])) for end in (min, max))
         texts = [f"{row[name]:.4g}" for row in (low, high)]
-        heads = len({head_key(row) for row in known})
+        heads = len({head_key(row) for row in with_value})
         if texts[0] != texts[1]:
-            said = f"{texts[0]} ({place(low)}) to {texts[1]} ({place(high)})"
+            text = f"{texts[0]} ({place(low)}) to {texts[1]} ({place(high)})"
         else:
-            said = f"{texts[0]} ({counted(heads, 'head') if heads > 1 else place(low)})"
-        lines.append(f"{name}: {said}")
+            text = f"{texts[0]} ({counted(heads, 'head') if heads > 1 else place(low)})"
+        lines.append(f"{name}: {text}")
     return lines
 
 
@@ -316,13 +322,13 @@ class Faults:
     def name_missed(self, audit: Audit) -> None:
         """Warn once of attention without rows, with the reason."""
         missed: dict[str, list[str]] = {}
-        for seen in audit.skipped.keys() - self._noted:
-            self._noted.add(seen)
-            missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
+        for entry in audit.skipped.keys() - self._noted:
+            self._noted.add(entry)
+            missed.setdefault(f"{entry.operation}, {entry.reason}", []).append(entry.module or "the model itself")
         texts = []
         for why, modules in sorted(missed.items()):
-            more = len(modules) - _NAMED
-            names = ", ".join(sorted(modules)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+            further = len(modules) - _NAMED
+            names = ", ".join(sorted(modules)[:_NAMED]) + (f" and {further} more" if further > 0 else "")
             texts.append(f"{names} ({why})")
         if texts:
             warn(f"The monitor cannot see all attention: it has no rows for {'; '.join(texts)}.")
@@ -335,13 +341,22 @@ class Faults:
 
 
 class MonitorLog:
-    """Rows that are added step by step: appended to a CSV file, or to a parquet file that is rewritten."""
+    """Rows that are added step by step: appended to a CSV file, or to a parquet file that is rewritten.
 
-    def __init__(self, path: Path | None, columns: list[str], first_step: int | None) -> None:
-        self.path, self.columns = path, columns
+    A run that goes back to an earlier step, like a resumed one, replaces its rows from there on; a run that begins
+    at step 0 is another run, whose rows follow.
+    """
+
+    def __init__(self, path: Path | None, columns: list[str], first_step: int) -> None:
+        self.path = path
+        self.columns = columns
         self._rows: list[dict[str, Any]] = []
-        self._written = self._size = 0  # rows written, and bytes of the file afterwards
+        self._written = 0  # rows in the file
+        self._size = 0  # bytes of the file after them
         self._earlier = pd.DataFrame(columns=columns)
+        self._resumed_at = first_step  # 0: not resumed, or the rows from there on are replaced
+        self._last_step = -math.inf  # last step of the last run in the table
+        self._valid_lines: int | None = None  # rows of the file before those that are replaced
         self._lock: RunLock | None = None
         if path is None:
             return
@@ -350,19 +365,17 @@ class MonitorLog:
         if not path.parent.is_dir():
             raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
         self.open()
-        try:
-            last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
-        except OverflowError as error:
-            self._release()
-            raise InputError(
-                f"{path} cannot be continued (a step: {first_line(error)}). Name a new file."
-            ) from None
-        if first_step is not None and last >= first_step:
-            warnings.warn(
-                f"{path} goes up to step {last}, but this monitor starts at step {first_step}: steps may occur "
-                "twice. Continue it with Monitor(…, first_step=…), or name a new file.",
-                stacklevel=4,
-            )
+
+    def warn_of_later_steps(self, first_step: int) -> None:
+        """Warn if the file has the step at which a monitor starts."""
+        if not self._last_step >= first_step:  # it is NaN if no step is a number
+            return
+        text = f"{self.path} goes up to step {self._last_step:g}, but this monitor starts at step {first_step}: "
+        if first_step:
+            text += "its rows from there on will be replaced."
+        else:
+            text += "its rows follow as another run's. Resume with Monitor(…, first_step=…), or name a new file."
+        warnings.warn(text, stacklevel=4)
 
     def open(self) -> None:
         """Lock the file and read its rows; do nothing if the log is open."""
@@ -373,9 +386,16 @@ class MonitorLog:
         try:
             _check_writable(self.path)
             if self.path.exists():
-                self._earlier = _read(self.path, self.columns)
-                self._rows, self._written = self._rows[self._written :], 0
+                self._earlier = _read(self.path, self.columns)[: self._valid_lines]
+                self._rows = self._rows[self._written :]
+                self._written = 0
                 self._size = self.path.stat().st_size
+                self._last_step = _last_run(self._earlier).max()
+        except OverflowError as error:
+            self._release()
+            raise InputError(
+                f"{self.path} cannot be continued (a step: {first_line(error)}). Name a new file."
+            ) from None
         except InputError:
             self._release()
             raise
@@ -394,15 +414,33 @@ class MonitorLog:
 
     def table(self) -> pd.DataFrame:
         """Return all rows, those of the continued file first."""
-        own = pd.DataFrame(self._rows, columns=self.columns)
+        added = pd.DataFrame(self._rows, columns=self.columns)
         if self._earlier.empty:
-            return own
-        return pd.concat([self._earlier, own], ignore_index=True) if len(own) else self._earlier.copy()
+            return added
+        return pd.concat([self._earlier, added], ignore_index=True) if len(added) else self._earlier.copy()
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        """Add rows, also to the file."""
+        """Add the rows of a step, also to the file."""
+        if rows:
+            step = rows[0]["step"]
+            self._leave_out_from(self._resumed_at or step)
+            self._resumed_at = 0
+            self._last_step = step
         self._rows += rows
         self.write()
+
+    def _leave_out_from(self, step: float) -> None:
+        """Leave out the rows of the last run from a step on."""
+        if not 0 < step <= self._last_step:
+            return
+        steps = _last_run(self.table())
+        valid = int(steps.index[steps >= step].min())
+        in_file = len(self._earlier) + self._written
+        self._rows = self._rows[: max(0, valid - len(self._earlier))]
+        self._earlier = self._earlier[:valid]
+        self._written = min(self._written, len(self._rows))
+        if valid < in_file:
+            self._valid_lines = valid
 
     def write(self) -> None:
         """Write the rows that are not in the file yet."""
@@ -410,14 +448,7 @@ class MonitorLog:
         if self.path is None or not new:
             return
         if self.path.suffix == ".csv":
-            if self._size and (not self.path.exists() or self.path.stat().st_size < self._size):
-                warn(
-                    f"{self.path} was removed or shortened during training: it goes on with step "
-                    f"{new[0]['step']}. The monitor's table still holds the earlier rows.",
-                    stacklevel=6,
-                )
-            _append(self.path, pd.DataFrame(new, columns=self.columns))
-            self._size = self.path.stat().st_size
+            self._append_to_csv(self.path, new)
         else:
             unfinished = _unfinished(self.path)
             try:
@@ -426,6 +457,36 @@ class MonitorLog:
             finally:
                 unfinished.unlink(missing_ok=True)
         self._written = len(self._rows)
+        self._valid_lines = None
+
+    def _append_to_csv(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        if self._size and (not path.exists() or path.stat().st_size < self._size):
+            warn(
+                f"{path} was removed or shortened during training: it goes on with step {rows[0]['step']}. The "
+                "monitor's table still holds the earlier rows.",
+                stacklevel=7,
+            )
+        elif self._valid_lines is not None:
+            _cut(path, self._valid_lines)
+            self._valid_lines = None
+        _append(path, pd.DataFrame(rows, columns=self.columns))
+        self._size = path.stat().st_size
+
+
+def _last_run(table: pd.DataFrame) -> "pd.Series[Any]":
+    """Return the steps of the rows after the last step back, by number of the row; NaN for a step in words."""
+    steps = pd.to_numeric(table["step"], errors="coerce").astype(float)
+    returns = steps.index[steps.diff() < 0]
+    return steps.loc[returns.max() :] if len(returns) else steps
+
+
+def _cut(path: Path, rows: int) -> None:
+    """Cut a CSV file after its header and so many rows; pandas reads no row from a blank line."""
+    with path.open("rb+") as file:
+        lines_left = 1 + rows
+        while lines_left and (line := file.readline()):
+            lines_left -= bool(line.strip())
+        file.truncate(file.tell())
 
 
 def _check_writable(path: Path) -> None:
@@ -472,9 +533,10 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
     except (OSError, ValueError, OverflowError) as error:  # pandas 3.0 reads no whole number of 400 digits
         raise InputError(f"{path} cannot be continued ({first_line(error)}). Name a new file.") from None
     if list(table) != columns:
+        found_columns = " ".join(", ".join(map(str, table)).split())[:200]  # a name may hold a line feed
         raise InputError(
-            f"{path} cannot be continued: its columns are {', '.join(map(str, table))[:200]}, "
-            f"not {', '.join(columns)}. Name a new file."
+            f"{path} cannot be continued: its columns are {found_columns}, not {', '.join(columns)}. "
+            "Name a new file."
         )
     if torn:
         os.truncate(path, path.stat().st_size - torn)
@@ -501,8 +563,8 @@ def read_heads(path: Path) -> pd.DataFrame:
         numbers = [*places, *quantities_among(map(str, table))]
         table[numbers] = table[numbers].apply(pd.to_numeric)
         table["alarm"] = [alarm if isinstance(alarm, str) else "" for alarm in table["alarm"]]
-        whole = dict.fromkeys(places, "int64") | dict.fromkeys(numbers[len(places) :], "float64")
-        return table.dropna(subset=places).astype(whole)
+        types = dict.fromkeys(places, "int64") | dict.fromkeys(numbers[len(places) :], "float64")
+        return table.dropna(subset=places).astype(types)
     except InputError:
         raise
     except (OSError, ValueError, TypeError, OverflowError) as error:

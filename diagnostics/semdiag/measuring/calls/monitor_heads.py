@@ -40,7 +40,8 @@ class Ranks:
     def __init__(self, ranks: str) -> None:
         if ranks not in ("all", "own"):
             raise InputError(f'ranks must be "all" or "own". Got {ranks!r}.')
-        self._together, self._wanted = ranks == "all" and _several(), ranks == "all"
+        self._together = ranks == "all" and _several()
+        self._wanted = ranks == "all"
         self.rank = dist.get_rank() if self._together else 0
         self._group: Any = None
         self.parts: dict[str, str] = {}  # fingerprints of this rank's part of weights, by module
@@ -67,20 +68,20 @@ class Ranks:
             return
         try:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-            others = self._gathered(dict(settings))
+            settings_of_ranks = self._gathered(dict(settings))
         except (RuntimeError, ValueError) as error:
             self.leave()
             raise InputError(
                 f"A monitor joins all ranks, but {_why(error)} when it started. Start it in every process, with "
                 'gloo, or give it ranks="own".'
             ) from None
-        for rank, other in enumerate(others):
-            if unlike := [name for name in settings if settings[name] != other[name]]:
+        for rank, their_settings in enumerate(settings_of_ranks):
+            if unlike := [name for name in settings if settings[name] != their_settings[name]]:
                 self.leave()
                 (name, *_) = unlike
                 raise InputError(
                     f"Monitors of all ranks look together: {name} is {settings[name]!r} in rank {self.rank} and "
-                    f'{other[name]!r} in rank {rank}. Give all the same value, or ranks="own".'
+                    f'{their_settings[name]!r} in rank {rank}. Give all the same value, or ranks="own".'
                 )
 
     def together(self, look: Look) -> list[Look]:
@@ -92,7 +93,7 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             self._go_on_alone(look.step, _why(error))
             return [look]
-        steps = [other.step for other in looks]
+        steps = [each.step for each in looks]
         if len(set(steps)) == 1:
             return looks
         self._go_on_alone(look.step, f"the ranks look at different steps ({', '.join(map(str, steps))})")
@@ -115,11 +116,11 @@ class Ranks:
                 dist.destroy_process_group(self._group)
         self._group = None
 
-    def _gathered(self, own: Any) -> list[Any]:
+    def _gathered(self, mine: Any) -> list[Any]:
         if (size := dist.get_world_size(self._group) if dist.is_initialized() else -1) < 1:
             raise RuntimeError("the training has closed its groups")
         gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, own, group=self._group)
+        dist.all_gather_object(gathered, mine, group=self._group)
         return gathered
 
     def _go_on_alone(self, step: int, why: str) -> None:
@@ -146,11 +147,11 @@ def _why(error: Exception) -> str:
 
 def _fingerprint(model: nn.Module, name: str) -> str:
     """Return a text that is equal in ranks with the same weights of a module, and almost never in others."""
-    modules = {known.replace("_orig_mod", "").strip("."): module for known, module in model.named_modules()}
-    while not (seen := _weights(modules[name]) if name in modules else []) and name:
+    modules = {path.replace("_orig_mod", "").strip("."): module for path, module in model.named_modules()}
+    while not (weights := _weights(modules[name]) if name in modules else []) and name:
         name = name.rpartition(".")[0]  # a module without weights takes those around it
     # numpy() would keep FSDP from freeing the weights
-    return hashlib.sha256("".join(repr(weight.tolist()) for weight in seen).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(repr(weight.tolist()) for weight in weights).encode()).hexdigest()[:16]
 
 
 def _weights(module: nn.Module) -> list[torch.Tensor]:
@@ -158,17 +159,18 @@ def _weights(module: nn.Module) -> list[torch.Tensor]:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    samples, left = [], [module]
+    samples = []
+    left = [module]
     while left:
-        each = left.pop()
-        for parameter in each.parameters(recurse=False):
-            own = parameter.detach()
-            values = (own.to_local() if isinstance(own, DTensor) else own).reshape(-1)
+        module_left = left.pop()
+        for parameter in module_left.parameters(recurse=False):
+            held = parameter.detach()
+            values = (held.to_local() if isinstance(held, DTensor) else held).reshape(-1)
             if len(values):  # training may have freed some
                 samples.append(values[:: max(1, len(values) // 16)][:16])
         # Inner modules that FSDP wraps separately are freed again when attention runs.
         wrapped = FSDPModule, FullyShardedDataParallel
-        left += [inner for inner in each.children() if not isinstance(inner, wrapped)]
+        left += [inner for inner in module_left.children() if not isinstance(inner, wrapped)]
     return samples
 
 
@@ -178,10 +180,10 @@ LOGIT = 50.0  # nats: rows above it are counted unless a rule gives another numb
 
 def head_columns(k: Sequence[int]) -> list[str]:
     """Return the column names of a monitor's table of heads."""
-    return [*PLACE, *quantities(k), "alarm"]
+    return [*PLACE, *monitored_columns(k), "alarm"]
 
 
-def quantities(k: Sequence[int]) -> list[str]:
+def monitored_columns(k: Sequence[int]) -> list[str]:
     """Return the names of the columns that are quantities."""
     return list(metric_columns(monitored(), k))
 
@@ -189,17 +191,19 @@ def quantities(k: Sequence[int]) -> list[str]:
 def quantities_among(columns: Iterable[str]) -> list[str]:
     """Return the columns of a file that are quantities, those of any k included."""
     metrics = {column: metric_of(column) for column in columns}
-    return [column for column, found in metrics.items() if found is not None and found[0].by_head]
+    return [
+        column for column, metric_and_k in metrics.items() if metric_and_k is not None and metric_and_k[0].by_head
+    ]
 
 
 def head_key(row: Mapping[str, Any]) -> str:
     """Return a row's layer, occurrence and head as a logger's key."""
-    again = f".{row['occurrence']}" if row["occurrence"] else ""
-    return f"layer_{row['layer']}{again}/head_{row['head']}"
+    occurrence = f".{row['occurrence']}" if row["occurrence"] else ""
+    return f"layer_{row['layer']}{occurrence}/head_{row['head']}"
 
 
 def looked_at(rows: CountedRows) -> Tensors:
-    """Return what is described of rows, on their device: :func:`describe` and :func:`describe_heads`."""
+    """Return what is described of rows, on their device: :func:`describe_layer` and :func:`describe_heads`."""
     tensors = {field.name: getattr(rows.statistics, field.name) for field in fields(RowStatistics)}
     tensors |= {name: tensors[name][..., :0] for name in ("load", "top_keys", "top_load")}  # only K is used
     tensors |= {"queries": rows.queries, "attending": rows.attending}
@@ -213,7 +217,8 @@ def looked_at(rows: CountedRows) -> Tensors:
 
 def describe_heads(tensors: Tensors, k: Sequence[int], logit: float = LOGIT) -> list[dict[str, float | int]]:
     """Return one row per head for a call's rows; NaN for a quantity that no row has."""
-    statistics, attending = _statistics(tensors), tensors["attending"]
+    statistics = _statistics(tensors)
+    attending = tensors["attending"]
     columns = {}
     for column, (metric, limit) in metric_columns(monitored(), k).items():
         values = _values(metric, limit, tensors, statistics)
@@ -237,7 +242,9 @@ def _values(metric: Metric, k: int | None, tensors: Tensors, statistics: RowStat
     """Return the values of a metric, of the rows that arrived from their device."""
     if metric.of_rows is None:
         return tensors[metric.name]
-    return metric.of_rows(statistics, None if k is None else min(k, len(statistics.top_load)))  # of fewer keys
+    if k is not None:
+        k = min(k, len(statistics.top_load))  # there may be fewer keys
+    return metric.of_rows(statistics, k)
 
 
 def _of_head(metric: Metric, values: Tensor, used: Tensor, logit: float = LOGIT) -> Tensor:
@@ -249,21 +256,21 @@ def _of_head(metric: Metric, values: Tensor, used: Tensor, logit: float = LOGIT)
     return _per_head(values, used, metric.by_head)
 
 
-def _per_head(values: Tensor, used: Tensor, what: str) -> Tensor:
+def _per_head(values: Tensor, used: Tensor, statistic: str) -> Tensor:
     """Return one number per head (H,) over its rows (B, H, R) that are used and finite; NaN if there are none."""
     values = values.double().transpose(0, 1).flatten(1)
     finite = used.transpose(0, 1).flatten(1) & values.isfinite()
     count = finite.sum(1)
     if not values.shape[1]:
         return values.new_full((len(values),), math.nan)
-    if what == "median":
+    if statistic == "median":
         ordered = values.where(finite, math.inf).sort(1).values
         middle = torch.stack([(count - 1).clamp(min=0), count], 1).div(2, rounding_mode="floor")
         low, high = ordered.gather(1, middle).unbind(1)
         return (low + (high - low) / 2).masked_fill(count == 0, math.nan)
-    if what == "mean":
+    if statistic == "mean":
         return values.where(finite, 0).sum(1) / count
-    sign = 1 if what == "max" else -1
+    sign = 1 if statistic == "max" else -1
     return (sign * (sign * values).where(finite, -math.inf).amax(1)).masked_fill(count == 0, math.nan)
 
 
@@ -282,14 +289,14 @@ def scalars(rows: Sequence[Mapping[str, Any]], k: Sequence[int]) -> dict[str, fl
     layers: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         place = head_key(row)
-        for name in quantities(k):
+        for name in monitored_columns(k):
             if not math.isnan(row[name]):
                 logged[f"attention/{place}/{name}"] = row[name]
                 layers.setdefault(place.split("/")[0], {}).setdefault(name, []).append(row[name])
     for layer, names in layers.items():
         for name, numbers in names.items():
-            for how, extreme in (("max", max), ("min", min), ("median", statistics.median)):
-                logged[f"attention/{layer}/{name}/{how}"] = extreme(numbers)
+            for statistic, extreme in (("max", max), ("min", min), ("median", statistics.median)):
+                logged[f"attention/{layer}/{name}/{statistic}"] = extreme(numbers)
     return logged
 
 
@@ -320,18 +327,20 @@ class Reduction:
         places = [(row["module"], look.parts.get(row["module"], "")) for row in look.heads]
         for row, at in zip(look.heads, places, strict=True):
             count[at] = max(count.get(at, 0), row["head"] + 1)
-        before = self._heads_before
+        numbers_before = self._heads_before
         for (module, part), heads in count.items():
-            if (module, part) not in before:
-                before[module, part] = before.get((module, "all"), 0)
-                before[module, "all"] = before[module, part] + heads
-        return [row | {"head": row["head"] + before[at]} for row, at in zip(look.heads, places, strict=True)]
+            if (module, part) not in numbers_before:
+                numbers_before[module, part] = numbers_before.get((module, "all"), 0)
+                numbers_before[module, "all"] = numbers_before[module, part] + heads
+        return [
+            row | {"head": row["head"] + numbers_before[at]} for row, at in zip(look.heads, places, strict=True)
+        ]
 
 
 def _reduction(column: str) -> str:
     """Return how a monitor's column is made of rows; empty for a column that is no metric."""
-    found = metric_of(column)
-    return found[0].by_head if found else ""
+    metric_and_k = metric_of(column)
+    return metric_and_k[0].by_head if metric_and_k else ""
 
 
 def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any]]:
@@ -380,19 +389,19 @@ def sampled_rows(
     call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int | None = 8
 ) -> CountedRows:
     """Return a few random rows of an attention call, or all of them."""
-    most = min(max(k, default=0), call.k.shape[2])
+    largest_k = min(max(k, default=0), call.k.shape[2])
     call = replace(call, v=call.v[..., :0])  # values are unused: copy none
     if queries is None:
-        return counted_rows(call, top=most)
+        return counted_rows(call, top=largest_k)
     batch, _, length, _ = call.q.shape
     draws = (torch.randperm(size, generator=generator)[:n] for size, n in ((batch, _SAMPLES), (length, queries)))
-    b, r = (drawn.sort().values.to(call.q.device, non_blocking=True) for drawn in draws)
+    b, r = (indices.sort().values.to(call.q.device, non_blocking=True) for indices in draws)
     samples = slice(None) if batch <= _SAMPLES else b  # a slice copies no keys
-    rows = counted_rows(call.part(samples, r), top=most)  # the scores of these rows alone
+    rows = counted_rows(call.part(samples, r), top=largest_k)  # the scores of these rows alone
     return replace(rows, real_keys=attended_keys(call, samples))
 
 
-def describe(tensors: Tensors, k: Sequence[int]) -> dict[str, float | int]:
+def describe_layer(tensors: Tensors, k: Sequence[int]) -> dict[str, float | int]:
     """Return medians over the rows that count and have keys; NaN for a quantity that no row has."""
     statistics = _statistics(tensors)
     values = {"keys": statistics.keys.to(statistics.entropy.dtype), "entropy": statistics.entropy}

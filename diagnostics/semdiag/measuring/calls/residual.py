@@ -37,42 +37,46 @@ def residual_numbers(call: AttentionCall, generator: torch.Generator) -> Tensor:
     """Return a deviation, the same over what rounding may do, and the latter; without waiting for the device."""
     if call.dropout:
         return torch.full((3,), math.nan)
-    shape, numbers, there = call.q.shape[:3], call.k.shape[2] * call.k.shape[3], call.q.device.type != "cpu"
+    shape = call.q.shape[:3]
+    numbers_a_row = call.k.shape[2] * call.k.shape[3]
+    on_device = call.q.device.type != "cpu"
     rows = math.prod(shape)
-    checked = max(_LEAST_ROWS, min(_CHECKED_ROWS, (_MOST if there else _MOST_HERE) // numbers))
-    if rows <= (2**12 if there else 2**20):
-        drawn = torch.randperm(rows, generator=generator)[:checked]
+    checked = max(_LEAST_ROWS, min(_CHECKED_ROWS, (_MOST if on_device else _MOST_HERE) // numbers_a_row))
+    if rows <= (2**12 if on_device else 2**20):
+        places = torch.randperm(rows, generator=generator)[:checked]
     else:
-        drawn = torch.randint(rows, (checked,), generator=generator)
-    size = checked if there else max(1, _CACHED // numbers)
-    parts = [_deviations(call, unraveled(part, shape, call.q.device)) for part in drawn.split(size)]  # type: ignore[no-untyped-call]
-    deviation, bound, mixed, some = (torch.cat(each) for each in zip(*parts, strict=True))
+        places = torch.randint(rows, (checked,), generator=generator)
+    size = checked if on_device else max(1, _CACHED // numbers_a_row)
+    parts = [_deviations(call, unraveled(part, shape, call.q.device)) for part in places.split(size)]  # type: ignore[no-untyped-call]
+    deviation, bound, mixed, attends = (torch.cat(each) for each in zip(*parts, strict=True))
     tiny = torch.finfo(mixed.dtype).tiny  # avoids 0 / 0
     scale = mixed.abs().max().clamp(min=tiny)
-    ordered = bound.amax(-1).masked_fill(~some, torch.inf).sort().values
-    middle = (some.sum() - 1).clamp(min=0).div(2, rounding_mode="floor")  # nanmedian() would wait for it
+    ordered = bound.amax(-1).masked_fill(~attends, torch.inf).sort().values
+    middle = (attends.sum() - 1).clamp(min=0).div(2, rounding_mode="floor")  # nanmedian() would wait for it
     rounding = ordered.gather(0, middle[None])[0] / scale
-    found = torch.stack([deviation.max() / scale, (deviation / bound.clamp(min=tiny)).max(), rounding])
-    return found.where(some.any(), 0)
+    numbers_of_call = torch.stack([deviation.max() / scale, (deviation / bound.clamp(min=tiny)).max(), rounding])
+    return numbers_of_call.where(attends.any(), 0)
 
 
 def _deviations(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return deviations, bounds and outputs of rows, (r, Dv), and which may attend to some key: others are 0."""
-    keep, some = _keys_of(call, index)
+    keep, attends = _keys_of(call, index)
     recomputed = _attend(call, index, keep)
     mixed = call.mixed[index].to(recomputed.again.dtype)
-    each = (recomputed.again - mixed).abs(), _rounding(call, recomputed, mixed), mixed
-    deviation, bound, mixed = (x.masked_fill(~some[:, None], 0) for x in each)
-    return deviation, bound, mixed, some
+    parts = (recomputed.again - mixed).abs(), _rounding(call, recomputed, mixed), mixed
+    deviation, bound, mixed = (x.masked_fill(~attends[:, None], 0) for x in parts)
+    return deviation, bound, mixed, attends
 
 
 def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
     """Return the possible effect of rounding, in the model and here, on outputs (r, Dv): theory.md#residual."""
     unit, sums = _units(call)
-    scores, weights, products = rows.scores.abs(), rows.weights, rows.products
+    scores = rows.scores.abs()
+    weights = rows.weights
+    products = rows.products
     top = rows.scores.masked_fill(weights == 0, -torch.inf).amax(-1, keepdim=True)
-    below = (top - rows.scores).masked_fill(weights == 0, 0).nan_to_num(0)
-    error = 5 * products + (4 if call.softcap is not None else 2) * scores + scores + below
+    depth = (top - rows.scores).masked_fill(weights == 0, 0).nan_to_num(0)
+    error = 5 * products + (4 if call.softcap is not None else 2) * scores + scores + depth
     if rows.bias is not None:
         error = error + 2 * rows.bias.abs()
     error = unit * error + _DEVIATIONS * sums * _of_sums(call.q.shape[-1], products, scores)
@@ -82,12 +86,13 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
     undivided = (top - weights.amax(-1, keepdim=True).log()).nan_to_num(0, posinf=0)  # ln Σ e^z
     rounded = (call.mechanism == BY_HAND) & (undivided.abs() <= _UNDIVIDED * unit)
     undivided = torch.expm1(undivided.where(rounded, 0)).abs()
-    keys, subnormal = weights.shape[-1], 2.0**-25 if _coarsest(call) == torch.float16 else 0.0
+    keys = weights.shape[-1]
+    subnormal = 2.0**-25 if _coarsest(call) == torch.float16 else 0.0
     sizes = rows.values.abs()
-    away = mean * _weighted(moved, (rows.values - mixed[:, None]).abs())
+    moved_outputs = mean * _weighted(moved, (rows.values - mixed[:, None]).abs())
     squares = _weighted(weights**2, rows.values**2).sqrt()
     return (
-        away
+        moved_outputs
         + 4 * unit * _weighted(weights, sizes)
         + (unit + undivided) * mixed.abs()
         + _DEVIATIONS * sums * _of_sums(keys, squares, mixed.abs())
@@ -111,11 +116,13 @@ def _coarsest(call: AttentionCall) -> torch.dtype:
 
 def _units(call: AttentionCall) -> tuple[float, float]:
     """Return the unit roundoffs of numbers, and of the sums in products."""
-    unit, single = torch.finfo(_coarsest(call)).eps / 2, torch.finfo(torch.float32).eps / 2
+    unit = torch.finfo(_coarsest(call)).eps / 2
+    single = torch.finfo(torch.float32).eps / 2
     if call.mechanism != MECHANISM:  # many models compute the softmax in float32, whatever their dtype
         unit = max(unit, single)
     sums = min(unit, single)
-    precision, device = torch.get_float32_matmul_precision(), call.q.device.type
+    precision = torch.get_float32_matmul_precision()
+    device = call.q.device.type
     if unit <= single and call.q.dtype == torch.float32:
         if precision == "medium":
             unit = 2.0**-8  # products of float32 numbers may run in bfloat16
@@ -145,7 +152,8 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Ro
     dtype = torch.float32 if call.q.dtype in _HALVES else call.q.dtype
     full = (*call.q.shape[:3], call.k.shape[2])
     shared = head.div(call.q.shape[1] // call.k.shape[1], rounding_mode="floor")
-    queries, keys = (call.q[index].to(dtype) * call.scale)[..., None], call.k[sample, shared].to(dtype)
+    queries = (call.q[index].to(dtype) * call.scale)[..., None]
+    keys = call.k[sample, shared].to(dtype)
     scores = (keys @ queries)[..., 0]
     products = (keys**2 @ queries**2)[..., 0].sqrt()
     if call.softcap is not None:
@@ -159,6 +167,7 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...], keep: Tensor) -> _Ro
     if call.sinks is not None:
         masked = torch.cat([masked, call.sinks.to(dtype)[head][:, None]], -1)
     weights = masked.softmax(-1)[:, : full[3]]
-    weights, values = weights * keep, call.v[sample, shared].to(dtype)
+    weights = weights * keep
+    values = call.v[sample, shared].to(dtype)
     again = _weighted(weights, values)
     return _Rows(again, weights, scores.masked_fill(~keep, 0), products, values, bias)

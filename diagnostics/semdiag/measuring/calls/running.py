@@ -62,15 +62,18 @@ class NoRoomError(InputError):
 
 def no_room(path: str, batch: Batch, error: BaseException) -> NoRoomError | None:
     """Return the error that a batch does not fit in memory, if that is what an exception says; else None."""
-    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
-    if not (said or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+    says_so = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
+    if not (says_so or isinstance(error, MemoryError | torch.OutOfMemoryError)):
         return None
-    samples, length = batching.samples_of(batch), batching.longest(batch)
-    what = f"a batch of {samples} with {length:,} tokens" if samples > 1 else f"{length:,} tokens"
-    return NoRoomError(f"{path}: {what} do not fit in memory. Cut texts with --max-length {max(1, length // 2)}.")
+    samples = batching.samples_of(batch)
+    length = batching.longest(batch)
+    size_in_words = f"a batch of {samples} with {length:,} tokens" if samples > 1 else f"{length:,} tokens"
+    return NoRoomError(
+        f"{path}: {size_in_words} do not fit in memory. Cut texts with --max-length {max(1, length // 2)}."
+    )
 
 
-class Run:
+class ModelRun:
     """Runs the model on a batch; a consumer gets every attention call of the forward pass."""
 
     module: nn.Module  # model that runs, or a copy that was moved or converted
@@ -82,18 +85,24 @@ class Run:
     def __init__(
         self, loaded: LoadedModel, consume: Callable[[AttentionCall], None], queries: Tensor | None
     ) -> None:
-        self._loaded, self._consume, self._queries = loaded, consume, queries
+        self._loaded = loaded
+        self._consume = consume
+        self._queries = queries
         self._layers: dict[tuple[str, int], int] = {}
-        self._samples, self._batch, self._second = 0, 0, 0
+        self._samples = 0
+        self._batch = 0
+        self._second = 0
         self.drew = False
         self._failure: BaseException | None = None
 
     def __call__(self, batch: Batch) -> Any:
         """Run the model on a batch."""
-        size, batch = batching.samples_of(batch), batching.moved(batch, self.device, self.dtype)
+        size = batching.samples_of(batch)
+        batch = batching.moved(batch, self.device, self.dtype)
         if self._queries is not None:
             self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
-        self._samples, self._batch = self._samples + size, size
+        self._samples = self._samples + size
+        self._batch = size
         self._second = batching.second_axis(self.module, batch)
         numbers = RandomNumbers(self.device)
         try:
@@ -108,8 +117,9 @@ class Run:
             if error is self._failure or not self._loaded.external:  # raised by our consumer, or by our model
                 raise
             reason = " ".join(str(error).split())[:200]
-            pair = isinstance(batch, tuple | list) and len(batch) > 1
-            labels = " Labels that are no argument of the model go to labels=." * pair
+            labels = ""
+            if isinstance(batch, tuple | list) and len(batch) > 1:
+                labels = " Labels that are no argument of the model go to labels=."
             if self.dtype == torch.float64:
                 grouped = "grouped_mm" in "".join(traceback.format_tb(error.__traceback__))
                 raise NotAvailableError(
@@ -155,9 +165,9 @@ def running(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     queries: Tensor | None = None,
-) -> Iterator[Run]:
+) -> Iterator[ModelRun]:
     """Run a model in evaluation mode without gradients; restore the mode of every module afterwards."""
-    run = Run(loaded, consume, queries)
+    run = ModelRun(loaded, consume, queries)
     with ExitStack() as stack:
         run.module, run.device, run.dtype = stack.enter_context(in_evaluation(loaded, device, dtype))
         run.padding = Padding(run.module)
@@ -171,11 +181,13 @@ def in_evaluation(
     loaded: LoadedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[nn.Module, torch.device, torch.dtype]]:
     """Put a model on a device, in evaluation mode without gradients; restore every module's mode afterwards."""
-    module, tensors = loaded.module, _floating(loaded.module)
+    module = loaded.module
+    tensors = _floating(loaded.module)
     place, kind = home_of(module)
-    place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
-    there = all(t.is_meta or t.device.type == place.type for t in tensors)
-    if not there or (dtype is not None and converted(module, dtype)):  # only then is it copied
+    place = place if device is None else torch.device(device)
+    kind = kind if dtype is None else dtype
+    is_there = all(t.is_meta or t.device.type == place.type for t in tensors)
+    if not is_there or (dtype is not None and converted(module, dtype)):  # only then is it copied
         if any(t.is_meta for t in tensors):
             raise NotAvailableError(
                 "its weights are offloaded (meta tensors): it runs only as it is, on its device and in its dtype"
@@ -215,19 +227,24 @@ def placed(
     module: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
     """Move and convert a module in place, as transformers loads it."""
-    own = [(held, name, held[name].data) for held, name in _frequencies(module)]
-    own += [(held, name, held[name].data.float()) for held, name in _kept_in_float32(module, dtype)]
+    restored = [(held, name, held[name].data) for held, name in _frequencies(module)]
+    restored += [(held, name, held[name].data.float()) for held, name in _kept_in_float32(module, dtype)]
     module.to(device=device, dtype=dtype)
-    for held, name, values in own:
+    for held, name, values in restored:
         held[name].data = values.to(device=device)
     return module
 
 
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[dict[str, Any], str]]:
     """Return the places of tensors that transformers keeps in float32 when it loads a model in 16 bits."""
-    names = ["_keep_in_fp32_modules_strict"] * (dtype in (torch.bfloat16, torch.float16))
-    names += ["_keep_in_fp32_modules"] * (dtype == torch.float16)
-    named = {kept for part in module.modules() for name in names for kept in getattr(part, name, None) or ()}
+    names = []
+    if dtype in (torch.bfloat16, torch.float16):
+        names.append("_keep_in_fp32_modules_strict")
+    if dtype == torch.float16:
+        names.append("_keep_in_fp32_modules")
+    named = {
+        part_name for part in module.modules() for name in names for part_name in getattr(part, name, None) or ()
+    }
     pattern = re.compile("|".join(sorted(named)) or "(?!)")  # without names it matches nothing
     return [
         (held, name)
@@ -246,18 +263,18 @@ def _frequencies(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 def converted(module: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a module must be converted to run in a dtype."""
-    own = {id(held[name]) for held, name in (*_frequencies(module), *_kept_in_float32(module, dtype))}
-    return any(t.dtype != dtype for t in _floating(module) if id(t) not in own)
+    exempt = {id(held[name]) for held, name in (*_frequencies(module), *_kept_in_float32(module, dtype))}
+    return any(t.dtype != dtype for t in _floating(module) if id(t) not in exempt)
 
 
 def _floating(module: nn.Module) -> list[Tensor]:
     return [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
 
 
-def refuse_masked(module: nn.Module, how: str) -> None:
+def refuse_masked(module: nn.Module, condition: str) -> None:
     """Refuse a model under sparsify, since a copy of it would run without the mask."""
     if runs_masked(module):
         raise InputError(
-            f"The model runs under sparsify, which masks the model itself: a copy of it, {how}, would run without "
-            "the mask."
+            f"The model runs under sparsify, which masks the model itself: a copy of it, {condition}, would run "
+            "without the mask."
         )

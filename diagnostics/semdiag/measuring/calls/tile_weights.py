@@ -54,25 +54,25 @@ class TileWeights:
             sums = choice.block_sums
             weight = sums.weight[:, :, :-1]
             pairs = sums.pairs[:, :, :-1]
-            seen = pairs > 0
+            visible = pairs > 0
             exact = sums.ranking("weight")
             heads = call.q.shape[1]
-            others = seen if tiles.position_blocks is None else seen & ~tiles.position_blocks[:, None]
+            beyond_own = visible if tiles.position_blocks is None else visible & ~tiles.position_blocks[:, None]
             for kind, k, rule in self._rules:
                 if (rule.query_block, rule.block) != size:
                     continue
                 if isinstance(rule, SkipTiles):
-                    kept = (sums.ranking("gap") >= -rule.threshold) & seen
-                    best = mark_largest(exact, kept.sum(-1, keepdim=True))
+                    chosen = (sums.ranking("gap") >= -rule.threshold) & visible
+                    best = mark_largest(exact, chosen.sum(-1, keepdim=True))
                     top = torch.full((heads,), math.nan)
                 else:
-                    number = integers(k // rule.block, device=seen.device)[:, None, None]
+                    number = integers(k // rule.block, device=visible.device)[:, None, None]
                     values = exact if rule.estimate is None else tiles.estimates(rule.estimate)
-                    kept, best = (tiles.best(x, seen, number, heads) for x in (values, exact))
+                    chosen, best = (tiles.best(x, visible, number, heads) for x in (values, exact))
                     top = _top_weight(choice, tiles, k)
-                parts = [pairs * kept, pairs, weight * kept, weight * best, weight]
-                parts += _found(kept, best, others & (best.sum(-1) < seen.sum(-1))[..., None])
-                shares = torch.stack([*(x.double().sum((0, 2, 3)) for x in parts), top.to(seen.device)]).cpu()
+                parts = [pairs * chosen, pairs, weight * chosen, weight * best, weight]
+                parts += _found(chosen, best, beyond_own & (best.sum(-1) < visible.sum(-1))[..., None])
+                shares = torch.stack([*(x.double().sum((0, 2, 3)) for x in parts), top.to(visible.device)]).cpu()
                 place = (kind, k, call.module, call.layer)
                 self._sums[place] = shares + self._sums.get(place, 0)
 
@@ -80,19 +80,27 @@ class TileWeights:
         """Return a row for each kind, k, layer and head."""
         rows: list[dict[str, Any]] = []
         for (kind, k, module, layer), sums in self._sums.items():
-            for head, (part, whole, kept, best, weight, common, drawn, exact, top) in enumerate(sums.T.tolist()):
-                recalls = [common / exact, drawn / exact] if exact else [math.nan] * 2
-                shares = [part / whole, kept / weight, best / weight, top / weight, *recalls]
+            for head, of_head in enumerate(sums.T.tolist()):
+                kept_pairs, pairs, kept_weight, exact_weight, all_weight, *blocks, top = of_head
+                chosen_exact, by_chance, exact = blocks
+                recalls = [chosen_exact / exact, by_chance / exact] if exact else [math.nan] * 2
+                shares = [
+                    kept_pairs / pairs,
+                    kept_weight / all_weight,
+                    exact_weight / all_weight,
+                    top / all_weight,
+                    *recalls,
+                ]
                 place = [model, self._length, kind, k, module, layer, head]
                 rows.append(dict(zip(TILES.columns, [*place, *shares], strict=True)))
         return TILES.of_rows(rows)
 
 
-def _found(kept: Tensor, exact: Tensor, others: Tensor) -> list[Tensor]:
+def _found(chosen: Tensor, exact: Tensor, candidates: Tensor) -> list[Tensor]:
     """Return, by tile and block, the exact blocks among the others: kept ones, those that chance keeps, all."""
-    exact = exact & others
-    share = (kept & others).sum(-1, keepdim=True) / others.sum(-1, keepdim=True).clamp(min=1).double()
-    return [kept & exact, exact * share, exact]
+    exact = exact & candidates
+    share = (chosen & candidates).sum(-1, keepdim=True) / candidates.sum(-1, keepdim=True).clamp(min=1).double()
+    return [chosen & exact, exact * share, exact]
 
 
 def _top_weight(choice: Choice, tiles: Tiles, k: int) -> Tensor:
@@ -102,11 +110,11 @@ def _top_weight(choice: Choice, tiles: Tiles, k: int) -> Tensor:
     real = tiles.query_tiles.expand(len(call.q), -1) < tiles.count
     for strip in choice.strips():
         scores = choice.scores(strip).masked_fill_(~choice.allowed(strip), -torch.inf)
-        whole = scores.logsumexp(-1)
+        log_total = scores.logsumexp(-1)
         if call.sinks is not None:
-            whole = torch.logaddexp(whole, call.sinks[strip.heads].to(whole.dtype)[:, None])
+            log_total = torch.logaddexp(log_total, call.sinks[strip.heads].to(log_total.dtype)[:, None])
         top = scores.topk(k).values if scores.shape[-1] > k else scores
-        share = (top.logsumexp(-1) - whole).exp().nan_to_num(0) * real[strip.samples, None, strip.queries]
+        share = (top.logsumexp(-1) - log_total).exp().nan_to_num(0) * real[strip.samples, None, strip.queries]
         total[strip.heads] += share.double().sum((0, 2))
     return total
 
@@ -139,7 +147,8 @@ def tiles(
         >>> found[["k", "layer", "head", "keys", "weight"]].to_numpy().round(6).tolist()
         [[8.0, 0.0, 0.0, 1.0, 1.0]]
     """
-    loaded, sums = unnamed(model), TileWeights(kinds, [k] if isinstance(k, int) else k)
+    loaded = unnamed(model)
+    sums = TileWeights(kinds, [k] if isinstance(k, int) else k)
     with running(loaded, sums.add) as run:
         for batch in each(batches, batch_size):
             run(batch)

@@ -64,24 +64,26 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     shares = torch.ones(()) if encoder.config.cls_tokens else 1 / traces.tokens.double()
     readout = network_bounds.Readout(head, traces.pooled_norm, shares)
     embedding = network_bounds.log_embedding_constant(traces.counts, embedding_scale(encoder))
-    whole = network_bounds.Readout(head, traces.pooled_norm.max(), shares.min())
-    sound_blocks, paper_blocks = [b.sound for b in blocks], [b.paper for b in blocks]
-    own = network_bounds.log_paper_parameter_bounds(paper_blocks, whole)
+    paper_readout = network_bounds.Readout(head, traces.pooled_norm.max(), shares.min())
+    sound_blocks = [b.sound for b in blocks]
+    paper_blocks = [b.paper for b in blocks]
+    paper_bounds = network_bounds.log_paper_parameter_bounds(paper_blocks, paper_readout)
     by_tensor = network_bounds.log_parameter_bounds(sound_blocks, readout, embedding)
     sound = network_bounds.network_bound(by_tensor, merged(b.assumptions for b in sound_blocks))
     return NetworkForms(
         blocks=blocks,
         log_sound={name: value.max() for name, value in by_tensor.items()},
-        log_paper=network_bounds.log_parameter_bounds(paper_blocks, whole) | own,
+        log_paper=network_bounds.log_parameter_bounds(paper_blocks, paper_readout) | paper_bounds,
         sound=replace(sound, log_value=sound.log_value.max()),
-        paper=network_bounds.network_bound(own, merged(b.assumptions for b in paper_blocks)),
+        paper=network_bounds.network_bound(paper_bounds, merged(b.assumptions for b in paper_blocks)),
         infinite={name: int((value == math.inf).sum()) for name, value in by_tensor.items()},
         each=sound.log_value,
     )
 
 
 def _block(encoder: Encoder, layer: int, traces: InputTraces) -> BlockForms:
-    weights, trace = block_weights(encoder, layer), traces.layers[layer]
+    weights = block_weights(encoder, layer)
+    trace = traces.layers[layer]
     norms = [normalisation_lipschitz(std[:, None]) for std in (trace.attention_std, trace.mlp_std)]
     sound = BlockConstants(
         attention=_attention(weights, trace),
@@ -119,7 +121,8 @@ def _attention(weights: BlockWeights, trace: LayerTrace) -> AttentionConstants:
 
 def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: BlockConstants) -> BlockConstants:
     """Return the paper's λ_A and λ_W from the largest norms, dispersion and load and the smallest separation."""
-    k, heavy = encoder.config.keys_kept, encoder.config.attention in HEAVY_HITTERS
+    k = encoder.config.keys_kept
+    heavy = encoder.config.attention in HEAVY_HITTERS
     xi = trace.token_norm.max()
     norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi))
     delta = trace.dispersion.amax(0)
@@ -137,14 +140,14 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
         value_bias=torch.zeros_like(delta),
         token_norm=xi,
     )
-    # of the paper's assumptions those that fail; that of the separation is listed already
+    # The paper's assumptions that fail; that of the separation is listed already.
     unmet = [a for a in log_map.assumptions if not a.holds and "separation" not in a.statement]
     if sound.pre_norm:
         post_norm = "blocks normalise their outputs (post-norm), as in the paper's equations"
         unmet.append(Assumption(post_norm, {}, holds=False))
     if k != encoder.config.k:
-        kept = {"ordinary queries": float(k or 0), "global ones": tokens}
-        unmet.append(Assumption("every query keeps the same number of keys", kept, holds=False))
+        numbers_kept = {"ordinary queries": float(k or 0), "global ones": tokens}
+        unmet.append(Assumption("every query keeps the same number of keys", numbers_kept, holds=False))
     return replace(
         sound,
         attention=attention,
@@ -158,11 +161,12 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
 
 def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
     """Return the assumptions of the block's constants, except those that a later assumption repeats."""
-    kind, activation = encoder.config.attention, encoder.config.activation
-    bad = int(trace.not_finite.sum())
+    kind = encoder.config.attention
+    activation = encoder.config.activation
+    broken_rows = int(trace.not_finite.sum())
     checks = [
         network_bounds.ONE_PARAMETER_VECTOR,
-        Assumption("every score is finite", {"rows that are not": bad}, holds=bad == 0),
+        Assumption("every score is finite", {"rows that are not": broken_rows}, holds=broken_rows == 0),
         Assumption(f"a bound is known for {kind} attention", {}, holds=kind in BOUNDED),
         Assumption(f"the slope of {activation} is known", {}, holds=activation in ACTIVATION_LIPSCHITZ),
         Assumption(
@@ -209,7 +213,8 @@ class BlockAtPoint:
     @property
     def norm_jacobians(self) -> Tensor:
         """(2, L, d, d) derivatives of the two parameter-free normalisations, (P − c cᵀ/(d s²))/s, c centred."""
-        centred, std = self.streams - self.streams.mean(-1, keepdim=True), self.stds[..., None, None]
+        centred = self.streams - self.streams.mean(-1, keepdim=True)
+        std = self.stds[..., None, None]
         width = centred.shape[-1]
         project = torch.eye(width).to(centred) - 1 / width
         outer: Tensor = centred[..., :, None] * centred[..., None, :]
@@ -223,38 +228,39 @@ class BlockAtPoint:
 
 def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) -> list[BlockAtPoint]:
     """Return one pass of a batch through one block, split by sample."""
-    weights, attention = block_weights(encoder, call.layer), call.attention
+    weights = block_weights(encoder, call.layer)
+    attention = call.attention
     block = encoder.blocks[call.layer]
     pre_norm = encoder.config.norm == "pre"
-    seen = (call.stream, call.middle) if pre_norm else (call.middle, call.end)
-    before = (call.mlp_tokens @ weights.mlp_in.mT + weights.mlp_in_bias).detach().requires_grad_(True)
+    streams = (call.stream, call.middle) if pre_norm else (call.middle, call.end)
+    hidden_before = (call.mlp_tokens @ weights.mlp_in.mT + weights.mlp_in_bias).detach().requires_grad_(True)
     with torch.enable_grad():
-        (slopes,) = torch.autograd.grad(block.activation(before).sum(), before)  # type: ignore[operator]
+        (slopes,) = torch.autograd.grad(block.activation(hidden_before).sum(), hidden_before)  # type: ignore[operator]
     p = scored_rows(attention).weights
     blocks = []
     for sample in range(len(p)):
-        kept = torch.arange(p.shape[-1], device=p.device) if valid is None else valid[sample].nonzero()[:, 0]
+        real = torch.arange(p.shape[-1], device=p.device) if valid is None else valid[sample].nonzero()[:, 0]
         blocks.append(
             BlockAtPoint(
                 attention=network_bounds.AttentionAtPoint(
-                    weights=p[sample][:, kept][:, :, kept],
-                    queries=attention.q[sample][:, kept],
-                    keys=attention.k[sample][:, kept],
-                    values=attention.v[sample][:, kept],
+                    weights=p[sample][:, real][:, :, real],
+                    queries=attention.q[sample][:, real],
+                    keys=attention.k[sample][:, real],
+                    values=attention.v[sample][:, real],
                     query_weight=weights.query,
                     key_weight=weights.key,
                     value_weight=weights.value,
                     output_weight=weights.output,
                     scale=weights.scale,
                 ),
-                tokens=call.tokens[sample, kept],
-                mlp_tokens=call.mlp_tokens[sample, kept],
-                hidden=call.hidden[sample, kept],
+                tokens=call.tokens[sample, real],
+                mlp_tokens=call.mlp_tokens[sample, real],
+                hidden=call.hidden[sample, real],
                 weights=weights,
                 pre_norm=pre_norm,
-                streams=torch.stack([x[sample, kept] for x in seen]),
+                streams=torch.stack([x[sample, real] for x in streams]),
                 eps=(float(block.attention_norm_eps), MLP_NORM_EPS),  # type: ignore[arg-type]
-                slopes=slopes[sample, kept],
+                slopes=slopes[sample, real],
                 activation=ACTIVATION_LIPSCHITZ.get(encoder.config.activation, math.inf),
             )
         )
@@ -279,7 +285,8 @@ def log_exact_constant(at: BlockAtPoint) -> float:
     """Return the largest column sum of a block's Jacobian at one input, Σ_i ‖∂Z_i/∂X_l‖₂, under a fixed mask."""
     if not len(at.slopes):
         return -math.inf
-    first, after = at.norm_jacobians[0], at.after_attention
+    first = at.norm_jacobians[0]
+    after_attention = at.after_attention
     eye = torch.eye(first.shape[-1]).to(first)
     tokens = range(len(first))
 
@@ -287,7 +294,7 @@ def log_exact_constant(at: BlockAtPoint) -> float:
         moved = network_bounds.attention_columns(at.attention, token)
         moved = moved @ first[token] if at.pre_norm else moved
         moved[token] += eye
-        return after @ moved
+        return after_attention @ moved
 
     reach = torch.stack([torch.linalg.matrix_norm(column(token)).sum() for token in tokens])
     largest = torch.zeros(())
@@ -328,8 +335,10 @@ def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> Loc
                 gradient = network_bounds.loss_residual(logits, labels[start + sample])
                 residual = (gradient.norm() + _ROUNDING).clamp(max=network_bounds.CROSS_ENTROPY_LIPSCHITZ)
                 pooled_gradient = (gradient @ head).norm() + _ROUNDING * largest
-            found = {"head.weight": pooled.norm() * residual, "head.bias": residual}
-            for name, value in (found | {name: value * pooled_gradient for name, value in inside.items()}).items():
+            bounds = {"head.weight": pooled.norm() * residual, "head.bias": residual}
+            for name, value in (
+                bounds | {name: value * pooled_gradient for name, value in inside.items()}
+            ).items():
                 sums.setdefault(name, []).append(value)
     means = {name: torch.stack(values).mean(0) for name, values in sums.items()}
     network = float(log_root_sum_squares(log(torch.stack(list(means.values()))), dim=0))
@@ -339,13 +348,14 @@ def local_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor | None) -> Loc
 def _propagate_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensors]]:
     """Yield each input's logits, pooled token, and gradient bound of each tensor, per gradient norm there."""
     calls: list[BlockCall] = []
-    seen: list[Tensor] = []
-    hook = encoder.head.register_forward_hook(lambda head, inputs, logits: seen.extend((inputs[0], logits)))
+    head_calls: list[Tensor] = []
+    hook = encoder.head.register_forward_hook(lambda head, inputs, logits: head_calls.extend((inputs[0], logits)))
     with hook, torch.no_grad(), watch_blocks(encoder, calls.append):
         encoder(tokens)
-    valid, ids = encoder.valid(tokens), encoder.sequence(tokens)
+    valid = encoder.valid(tokens)
+    ids = encoder.sequence(tokens)
     blocks = [blocks_at_points(encoder, call, valid) for call in calls]
-    for sample, (pooled, logits) in enumerate(zip(*seen, strict=True)):
+    for sample, (pooled, logits) in enumerate(zip(*head_calls, strict=True)):
         counted = ids[sample] if valid is None else ids[sample][valid[sample]]
         gradients = torch.full_like(counted, 1.0, dtype=torch.float64) / len(counted)
         if encoder.config.cls_tokens:
@@ -361,7 +371,8 @@ def _propagate_back(encoder: Encoder, tokens: Tensor) -> Iterator[tuple[Tensor, 
 
 def _through_block(at: BlockAtPoint, gradients: Tensor) -> tuple[Tensors, Tensor]:
     """Bound the gradients in a block's tensors and in its input tokens by those in its output tokens, (L,)."""
-    attention, (first, second) = at.attention, at.stds
+    attention = at.attention
+    first, second = at.stds
     mlp = gradients if at.pre_norm else gradients / second
     mlp_in = spectral_norm(at.weights.mlp_out) * at.slopes.abs().amax(-1) * mlp
     attended = spectral_norm_upper_bound(at.after_attention, _GRAM_STEPS) * gradients
@@ -373,7 +384,8 @@ def _through_block(at: BlockAtPoint, gradients: Tensor) -> tuple[Tensors, Tensor
         abs(attention.scale) * network_bounds.covariance_norms(attention.weights, x, mapped) * attended
         for x in (attention.keys, inputs)
     )
-    sizes, out = at.tokens.norm(dim=-1), at.weights.whole_output
+    sizes = at.tokens.norm(dim=-1)
+    out = at.weights.whole_output
     bounds = {
         "attention.q.weight": (as_query * sizes).sum(-1).norm(),
         "attention.q.bias": as_query.sum(-1).norm(),

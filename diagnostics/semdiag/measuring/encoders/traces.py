@@ -70,7 +70,8 @@ def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
 
 class _Tracer:
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder, self.kind = encoder, encoder.config.attention
+        self.encoder = encoder
+        self.kind = encoder.config.attention
         self.weights = [block_weights(encoder, layer) for layer in range(len(encoder.blocks))]
         self.norms = [(w.gamma, w.upsilon) for w in self.weights]
         self.layers: list[list[dict[str, Tensor]]] = [[] for _ in self.weights]
@@ -78,9 +79,10 @@ class _Tracer:
         self.valid = torch.ones(0, dtype=torch.bool)
 
     def start(self, batch: Tensor) -> None:
-        valid, whole = self.encoder.valid(batch), self.encoder.sequence(batch)
-        self.valid = torch.ones_like(whole, dtype=torch.bool) if valid is None else valid
-        ids = F.one_hot(whole, self.encoder.embedding.num_embeddings)
+        valid = self.encoder.valid(batch)
+        sequence = self.encoder.sequence(batch)
+        self.valid = torch.ones_like(sequence, dtype=torch.bool) if valid is None else valid
+        ids = F.one_hot(sequence, self.encoder.embedding.num_embeddings)
         self.whole["tokens"].append(self.valid.sum(-1))
         self.whole["counts"].append((ids * self.valid[..., None]).sum(1))
 
@@ -91,13 +93,13 @@ class _Tracer:
     def add(self, call: BlockCall) -> None:
         eps = float(self.encoder.blocks[call.layer].attention_norm_eps)  # type: ignore[arg-type]
         pre = self.encoder.config.norm == "pre"
-        seen = (call.stream, call.middle) if pre else (call.middle, call.end)
+        streams = (call.stream, call.middle) if pre else (call.middle, call.end)
         q, k = (heads.norm(dim=-1).amax(1) for heads in (call.attention.q, call.attention.k))
         norms = {
             "token_norm": self._largest(call.tokens.norm(dim=-1)),
             "score_reach": abs(call.attention.scale) * self._largest(q) * self._largest(k),
-            "attention_std": -self._largest(-token_std(seen[0], eps)),
-            "mlp_std": -self._largest(-token_std(seen[1], MLP_NORM_EPS)),
+            "attention_std": -self._largest(-token_std(streams[0], eps)),
+            "mlp_std": -self._largest(-token_std(streams[1], MLP_NORM_EPS)),
             "mlp_token_norm": self._largest(call.mlp_tokens.norm(dim=-1)),
             "hidden_norm": self._largest(call.hidden.norm(dim=-1)),
         }
@@ -117,7 +119,8 @@ class _Tracer:
             "not_finite": (~finite).sum(-1),
             "load": rows.selected.sum(-2).amax(-1),
         }
-        delta, gap = rows.dispersion.where(finite, 0.0), rows.separation.where(finite, math.inf)
+        delta = rows.dispersion.where(finite, 0.0)
+        gap = rows.separation.where(finite, math.inf)
         constants = rows_of_kind(self.kind, delta, gap, rows.kept.where(finite, 0))
         if constants is None:
             nothing = torch.full_like(statistics["dispersion"], math.inf)
@@ -134,8 +137,8 @@ class _Tracer:
 
     def result(self) -> InputTraces:
         layers = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]} for parts in self.layers]
-        whole = {name: torch.cat(parts) for name, parts in self.whole.items()}
-        return InputTraces([LayerTrace(**layer) for layer in layers], **whole)
+        inputs = {name: torch.cat(parts) for name, parts in self.whole.items()}
+        return InputTraces([LayerTrace(**layer) for layer in layers], **inputs)
 
 
 def token_std(x: Tensor, eps: float) -> Tensor:
@@ -149,7 +152,8 @@ BOUNDED_TENSORS = ("attention.q.weight", "attention.q.bias", "attention.k.weight
 
 def score_gradient_bounds(encoder: Encoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
     """Bound the gradient of the mean cross-entropy in W_q, b_q and W_k of every block at this point."""
-    config, length = encoder.config, tokens.shape[1] + encoder.config.extra_tokens
+    config = encoder.config
+    length = tokens.shape[1] + encoder.config.extra_tokens
     per_pass = max(1, _MOMENTS // (config.heads * length * max(length, config.width * config.head_width)))
     sums = torch.zeros(len(encoder.blocks), len(BOUNDED_TENSORS), encoder.config.heads).to(tokens.device).double()
     for ids, classes in zip(torch.split(tokens, per_pass), torch.split(labels, per_pass), strict=True):
@@ -181,17 +185,18 @@ def _mixed_values(encoder: Encoder) -> Iterator[list[Tensor]]:
         yield outputs
 
 
-def fitting(k: Sequence[int], longest: int, what: str) -> list[int]:
+def fitting(k: Sequence[int], longest: int, limit_name: str) -> list[int]:
     """Return those of several k that do not exceed the number of keys."""
     fits = [value for value in k if value <= longest]
     if min(k) < 1 or not fits:
-        raise InputError(f"k must lie in 1 … {longest}, {what}. Got k={min(k)}.")
+        raise InputError(f"k must lie in 1 … {longest}, {limit_name}. Got k={min(k)}.")
     return fits
 
 
 def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int]) -> list[Tensor]:
     """Return an encoder's inputs as int64, after checking them."""
-    config, tokens = encoder.config, [checked_batch(encoder, batch) for batch in batches]
+    config = encoder.config
+    tokens = [checked_batch(encoder, batch) for batch in batches]
     padding_counts = config.pad_as_token or config.extra_tokens
     if not padding_counts and all(bool((batch == config.pad_id).all()) for batch in tokens):
         raise InputError("There is no query to measure: all input tokens are PAD.")
@@ -203,15 +208,16 @@ def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int])
 def checked_batch(encoder: Encoder, batch: Batch) -> Tensor:
     """Return a batch of an encoder's inputs as int64, after checking it."""
     config = encoder.config
-    wanted = "Inputs must be whole token ids of shape (N, L). Got"
+    expected = "Inputs must be whole token ids of shape (N, L). Got"
     if not isinstance(batch, Tensor):
-        raise InputError(f"{wanted} {type(batch).__name__}.")
+        raise InputError(f"{expected} {type(batch).__name__}.")
     if batch.ndim != 2 or batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
-        raise InputError(f"{wanted} {batch.dtype} {tuple(batch.shape)}.")
+        raise InputError(f"{expected} {batch.dtype} {tuple(batch.shape)}.")
     if not 1 <= batch.shape[1] <= config.length:
         raise InputError(f"The model takes inputs of length 1 to {config.length}. Got length {batch.shape[1]}.")
-    low, high = int(batch.min()), int(batch.max())
+    low = int(batch.min())
+    high = int(batch.max())
     if low < 0 or high >= config.vocabulary_size:
-        wrong = low if low < 0 else high
-        raise InputError(f"Token id {wrong} is out of range: the model knows 0 to {config.vocabulary_size - 1}.")
+        outside = low if low < 0 else high
+        raise InputError(f"Token id {outside} is out of range: the model knows 0 to {config.vocabulary_size - 1}.")
     return batch.to(torch.int64)

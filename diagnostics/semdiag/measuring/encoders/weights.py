@@ -110,7 +110,8 @@ class BlockWeights:
 
     def paper_code_norms(self) -> dict[str, Tensor]:
         """Return Γ and Υ per head, B_P and B_R, as the paper's released code computes them."""
-        query, key = (self.query, self.query_bias), (self.key, self.key_bias)
+        query = (self.query, self.query_bias)
+        key = (self.key, self.key_bias)
         return {
             "gamma": spectral_norms.paper_code_bilinear_norm(*query, *key, self.scale),
             "upsilon": spectral_norms.paper_code_layer_norm(self.value, self.value_bias),
@@ -121,7 +122,8 @@ class BlockWeights:
 
 def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
     """Return one block's weights split into heads, float64 on the encoder's device."""
-    heads, config = encoder.config.heads, encoder.config
+    heads = encoder.config.heads
+    config = encoder.config
     named = {t.name.split(".", 2)[2]: t.values.double() for t in named_tensors(encoder) if t.layer == layer}
     rows = {
         name: torch.unflatten(named[f"attention.{part}"], 0, (heads, -1))
@@ -188,8 +190,8 @@ class MovableEncoder:
     def loss_and_accuracy(self, tokens: Tensor, labels: Tensor) -> tuple[float, float]:
         """Return the mean cross-entropy (nats) and accuracy in [0, 1] at the current point."""
         logits = self.logits(tokens)
-        right = predicted_classes(logits) == labels
-        return float(F.cross_entropy(logits.cpu().double(), labels.cpu())), float(right.double().mean())
+        is_right = predicted_classes(logits) == labels
+        return float(F.cross_entropy(logits.cpu().double(), labels.cpu())), float(is_right.double().mean())
 
 
 def usable_samples(
@@ -201,15 +203,17 @@ def usable_samples(
             "The loss of these inputs is unknown, because --inputs has no labels. Leave out --inputs: the run's "
             "own held-out samples have labels."
         )
-    tokens, labels = tokens.to(device, torch.int64), labels.to(device, torch.int64)
-    wrong = labels[(labels < 0) | (labels >= encoder.config.classes)]
-    if len(wrong):
+    tokens = tokens.to(device, torch.int64)
+    labels = labels.to(device, torch.int64)
+    outside = labels[(labels < 0) | (labels >= encoder.config.classes)]
+    if len(outside):
         raise InputError(
-            f"Labels must be classes of the model, 0 to {encoder.config.classes - 1}. Got {int(wrong[0])}."
+            f"Labels must be classes of the model, 0 to {encoder.config.classes - 1}. Got {int(outside[0])}."
         )
     valid = encoder.valid(tokens)
     if valid is not None:
-        tokens, labels = tokens[valid.any(-1)], labels[valid.any(-1)]
+        tokens = tokens[valid.any(-1)]
+        labels = labels[valid.any(-1)]
     if not len(tokens):
         raise InputError("There is nothing to measure: no sample has a token that is not PAD.")
     return tokens, labels

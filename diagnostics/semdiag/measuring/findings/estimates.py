@@ -14,7 +14,7 @@ from semdiag.measuring.encoders.traces import fitting
 from semdiag.measuring.findings.findings import Findings, Place, Summary, broken_places, json_ready, records
 from semdiag.measuring.metrics import METRICS, in_table, metric_columns, metric_of
 from semdiag.measuring.percentiles import percentile_rows, percentiles
-from semdiag.measuring.table import ALL, RESIDUALS, rows_of
+from semdiag.measuring.table import ALL, RESIDUALS, rows_of_model
 from semdiag.measuring.words import interval
 from semdiag_files import InputError
 
@@ -33,8 +33,8 @@ Percentiles = dict[str, float | int]
 
 
 def _rows(findings: Findings, quantity: str) -> pd.DataFrame:
-    found = metric_of(quantity)
-    of_keys = found is not None and found[0].per == "key"
+    metric_and_k = metric_of(quantity)
+    of_keys = metric_and_k is not None and metric_and_k[0].per == "key"
     return findings.measurements.loads if of_keys else findings.measurements.queries
 
 
@@ -54,7 +54,7 @@ def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pla
         ordered = sorted(places, key=lambda place: (place[0] == ALL, place[0], place[1] == ALL, place[1]))
         table = {place: places[place][list(percentiles([]))].to_dict() for place in ordered}
     else:
-        rows = rows_of(_rows(findings, quantity), model)
+        rows = rows_of_model(_rows(findings, quantity), model)
         values = rows[quantity].to_numpy(np.float64)
         table = {place: percentiles(values[at]) for place, at in places_of(rows)}
         table[ALL, ALL] = percentiles(values)
@@ -64,7 +64,7 @@ def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pla
 
 def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) -> pd.DataFrame:
     """Return the rows behind percentiles, intervals and verdicts on a model, or on one of its layers."""
-    rows = rows_of(_rows(findings, quantity), model)
+    rows = rows_of_model(_rows(findings, quantity), model)
     rows = rows.loc[slice(None) if layer == ALL else rows["layer"] == layer, ["sample", quantity]]
     return rows.assign(**{quantity: np.nan}) if (layer, ALL) in broken_places(findings, model) else rows
 
@@ -113,8 +113,8 @@ def within_table(findings: Findings) -> pd.DataFrame:
 def _places(findings: Findings, facts: dict[str, Any], column: str) -> list[dict[Any, Any]]:
     """Return facts with the percentiles of each layer and head, then those of all together."""
     places = findings(place_percentiles, facts["model"], column).items()
-    kept = [(at, row) for at, row in places if (at[0] == ALL) == (at[1] == ALL)]
-    return [{**facts, "layer": at[0], "head": at[1], **row} for at, row in kept]
+    shown = [(at, row) for at, row in places if (at[0] == ALL) == (at[1] == ALL)]
+    return [{**facts, "layer": at[0], "head": at[1], **row} for at, row in shown]
 
 
 def all_by_name(table: pd.DataFrame) -> pd.DataFrame:
@@ -127,7 +127,7 @@ COLUMNS = ["model", "layer", "head", "quantity", "statistic", "estimate", "low",
 SAMPLED = "over sampled queries"
 
 
-def drawn(findings: Findings) -> list[str]:
+def sampled_models(findings: Findings) -> list[str]:
     """Return the models whose queries were drawn, about which statements are estimates."""
     models = findings.measurements.models
     return [str(m) for m in models["model"][models["share"] < 1]]
@@ -136,29 +136,31 @@ def drawn(findings: Findings) -> list[str]:
 def in_part(findings: Findings, *models: str) -> bool:
     """Return whether a table of queries has only some of a model's queries: drawn, or a sample of too many."""
     table = findings.measurements.models
-    own = table[table["model"].isin(models)] if models else table
-    return bool((own["share"] * own["share_kept"] < 1).any())
+    of_models = table[table["model"].isin(models)] if models else table
+    return bool((of_models["share"] * of_models["share_kept"] < 1).any())
 
 
-def require_every_query(findings: Findings, what: str) -> None:
+def require_every_query(findings: Findings, statement: str) -> None:
     """Refuse what rests on extremes or on every query if only some queries were drawn or kept."""
     if in_part(findings):
         raise InputError(
-            f"{what} needs every query, but only some were drawn or kept: measure without --queries, and with at "
-            "most --max-queries queries."
+            f"{statement} needs every query, but only some were drawn or kept: measure without --queries, and "
+            "with at most --max-queries queries."
         )
 
 
 def estimate_table(findings: Findings) -> pd.DataFrame:
     """Return mean and percentiles per layer and head and pooled, for models whose queries were drawn."""
     rows: list[list[object]] = []
-    for model in drawn(findings):
-        own = findings.measurements.of(model)
-        probability = float((own.models["share"] * own.models["share_kept"]).iloc[0])  # to be in the table
-        queries = own.queries.sort_values(["layer", "head", "sample", "stratum"], ignore_index=True)
+    for model in sampled_models(findings):
+        measurements = findings.measurements.of(model)
+        model_row = measurements.models.iloc[0]
+        probability = float(model_row["share"] * model_row["share_kept"])  # of a query to be in the table
+        queries = measurements.queries.sort_values(["layer", "head", "sample", "stratum"], ignore_index=True)
         place = queries[["layer", "head", "sample", "stratum"]].to_numpy()
         strata = np.cumsum(np.any(np.diff(place, axis=0, prepend=place[:1]) != 0, axis=1))
-        samples, ks = queries["sample"].to_numpy(np.int64), counterfactual_ks(queries)
+        samples = queries["sample"].to_numpy(np.int64)
+        ks = counterfactual_ks(queries)
         estimated = [metric for metric in in_table("queries") if metric.takes(1)]
         parts = [*places_of(queries), ((ALL, ALL), np.arange(len(queries)))]
         for quantity in metric_columns(estimated, ks):
@@ -176,9 +178,9 @@ def _pooled(findings: Findings, model: str) -> pd.DataFrame:
     return table[(table["model"] == model) & (table["layer"] == ALL)]
 
 
-def drawing(findings: Findings, model: str) -> Summary:
+def sampling_facts(findings: Findings, model: str) -> Summary:
     """Return the number of drawn queries of a model, their share, the share kept, and what extremes cover."""
-    row = rows_of(findings.measurements.models, model).iloc[0]
+    row = rows_of_model(findings.measurements.models, model).iloc[0]
     shares = {"share": float(row["share"]), "share_kept": float(row["share_kept"])}
     return {"queries": int(row["drawn"]), **shares, "extremes_and_loads": SAMPLED}
 
@@ -186,16 +188,17 @@ def drawing(findings: Findings, model: str) -> Summary:
 def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispersion",)) -> list[str]:
     """Return sentences on what was drawn and which tables come from a sketch; none if all was measured."""
     sentences = []
-    for model in drawn(findings):
-        words = drawing(findings, model)
+    for model in sampled_models(findings):
+        words = sampling_facts(findings, model)
         medians = " ".join(_median(findings, model, quantity) for quantity in quantities)
-        rows = len(rows_of(findings.measurements.queries, model))
-        kept = f" Medians and intervals here are of the {rows:,} that were kept one by one."
-        kept *= words["share_kept"] < 1
+        rows = len(rows_of_model(findings.measurements.queries, model))
+        of_part = ""
+        if words["share_kept"] < 1:
+            of_part = f" Medians and intervals here are of the {rows:,} that were kept one by one."
         sentences.append(
             f"Estimated: {words['share']:.2%} of the queries of {model} were drawn ({words['queries']} per sample "
-            f"and head of the longest sequence).{kept} {medians} Extremes (p0, p100) and key loads are {SAMPLED}. "
-            "No bound, certificate or gate is judged on them."
+            f"and head of the longest sequence).{of_part} {medians} Extremes (p0, p100) and key loads are "
+            f"{SAMPLED}. No bound, certificate or gate is judged on them."
         )
     return sentences + _sample_sentences(findings)
 
@@ -204,7 +207,8 @@ def _median(findings: Findings, model: str, quantity: str) -> str:
     """Return a sentence on the estimated median of a quantity over all layers and heads, with its intervals."""
     pooled = _pooled(findings, model)
     median = pooled[(pooled["quantity"] == quantity) & (pooled["statistic"] == "p50")]
-    estimate, metric = float(median["estimate"].iloc[0]), METRICS[quantity]
+    estimate = float(median["estimate"].iloc[0])
+    metric = METRICS[quantity]
     if not np.isfinite(estimate):
         return f"No drawn query has a finite {metric.symbol}."
     intervals = [
@@ -221,20 +225,21 @@ def _median(findings: Findings, model: str, quantity: str) -> str:
 def _sample_sentences(findings: Findings) -> list[str]:
     sentences = []
     for name, rows in findings.measurements.sketches.groupby("model", sort=False):
-        of = "drawn " * (name in drawn(findings))
-        what = {"dispersion": f"{of}queries", "load": "keys"}
-        many = " and ".join(f"{n:,} {what[quantity]}" for quantity, n in _counts(findings, str(name)).items())
-        exact = "those of all drawn queries" if of else "exact"
+        is_drawn = name in sampled_models(findings)
+        queries = "drawn queries" if is_drawn else "queries"
+        nouns = {"dispersion": queries, "load": "keys"}
+        many = " and ".join(f"{n:,} {nouns[quantity]}" for quantity, n in _counts(findings, str(name)).items())
+        exact = "those of all drawn queries" if is_drawn else "exact"
         sentences.append(
             f"Sampled: {name} has {many}, more than are kept one by one. Counts, means and extremes in the "
             f"tables are {exact}; percentiles are within {rows['rank_error'].max():.2%} in rank (with 99% "
-            f"confidence). Figures, and sentences that say so, use a random sample of the {of}queries."
+            f"confidence). Figures, and sentences that say so, use a random sample of the {queries}."
         )
     return sentences
 
 
 def _counts(findings: Findings, model: str) -> dict[str, int]:
-    rows = rows_of(findings.measurements.sketches, model)
+    rows = rows_of_model(findings.measurements.sketches, model)
     pooled = rows[(rows["layer"] == ALL) & rows["quantity"].isin(("dispersion", "load"))]
     return {str(name): int(count) for name, count in zip(pooled["quantity"], pooled["queries"], strict=True)}
 
@@ -243,14 +248,21 @@ def partial_sentences(findings: Findings) -> list[str]:
     """Return sentences on models whose tables of queries and keys are incomplete."""
     sentences = []
     for model in map(str, findings.measurements.models["model"]):
-        own, counts, words = findings.measurements.of(model), _counts(findings, model), drawing(findings, model)
-        of = "drawn " * (words["share"] < 1)
-        all_of = {name: f" of {count:,}" for name, count in counts.items()}
-        some = [f"{len(own.queries):,}{all_of.get('dispersion', '')} {of}queries"]
-        some += [f"{len(own.loads):,}{all_of.get('load', '')} keys"]
-        why = [f"{words['share']:.2%} of the queries were drawn"] * bool(of)
-        why += ["of more than --max-queries a random sample is kept"] * bool(counts)
-        sentences += [f"of {model} {' and '.join(some)}; {', and '.join(why)}"] * bool(why)
+        measurements = findings.measurements.of(model)
+        sketched = _counts(findings, model)
+        words = sampling_facts(findings, model)
+        of_all = {name: f" of {count:,}" for name, count in sketched.items()}
+        queries = f"{len(measurements.queries):,}{of_all.get('dispersion', '')}"
+        keys = f"{len(measurements.loads):,}{of_all.get('load', '')} keys"
+        noun = "queries"
+        reasons = []
+        if words["share"] < 1:
+            noun = "drawn queries"
+            reasons.append(f"{words['share']:.2%} of the queries were drawn")
+        if sketched:
+            reasons.append("of more than --max-queries a random sample is kept")
+        if reasons:
+            sentences.append(f"of {model} {queries} {noun} and {keys}; {', and '.join(reasons)}")
     return sentences
 
 
@@ -260,20 +272,21 @@ Describe = Callable[[Percentile, str], Summary]
 
 def by_layer(findings: Findings, describe: Describe) -> dict[str, Summary]:
     """Return the numbers of every model by layer and head and pooled, also for every counterfactual k."""
-    measurements, results = findings.measurements, {}
+    measurements = findings.measurements
+    results = {}
     for model in measurements.models["model"]:
-        own = measurements.of(model)
+        of_model = measurements.of(model)
         layers = partial(_layers, findings, model, describe)
         result = {"unit": "nats", **layers("")}
-        if model in drawn(findings):
+        if model in sampled_models(findings):
             estimates = _pooled(findings, model).drop(columns=["model", "layer", "head"]).to_dict("records")
-            result["sampled"] = {**drawing(findings, model), "estimates": estimates}
-        row = own.models.iloc[0]
+            result["sampled"] = {**sampling_facts(findings, model), "estimates": estimates}
+        row = of_model.models.iloc[0]
         result["capture"] = {"found": int(row["attention_found"]), "captured": int(row["attention_captured"])}
         result["capture"] |= {name: float(row[name]) for name in RESIDUALS}
         for name in ("skipped", "remarks"):
-            result["capture"][name] = getattr(own, name).drop(columns="model").to_dict("records")
-        within = [{"k": k, **layers(f"_k{k}")} for k in counterfactual_ks(own.queries)]
+            result["capture"][name] = getattr(of_model, name).drop(columns="model").to_dict("records")
+        within = [{"k": k, **layers(f"_k{k}")} for k in counterfactual_ks(of_model.queries)]
         results[str(model)] = json_ready(result | ({"within_model": within} if within else {}))
     return results
 

@@ -65,36 +65,38 @@ class Pair:
 
 def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[list[Pair], list[str]]:
     """Pair every model of one attention kind with the full-attention model trained on the same data."""
-    pairs, alone = [], []
+    pairs = []
+    unpaired = []
     models = models[~external(models)]  # their training is unknown
     sparse = models["attention"] != "full" if attention is None else models["attention"] == attention
-    some = models[sparse | (models["attention"] == "full")]
-    for _, group in some.groupby([*RUN_AND_SNAPSHOT], dropna=False, sort=False):
+    candidates = models[sparse | (models["attention"] == "full")]
+    for _, group in candidates.groupby([*RUN_AND_SNAPSHOT], dropna=False, sort=False):
         full = group[group["attention"] == "full"]["model"].tolist()
-        others = group[group["attention"] != "full"]
-        if not full or others.empty:
-            alone += group["model"].tolist()
+        counterparts = group[group["attention"] != "full"]
+        if not full or counterparts.empty:
+            unpaired += group["model"].tolist()
             continue
-        for _, row in others.iterrows():
+        for _, row in counterparts.iterrows():
             label = f"{row['task']}, {attention_word(row)}, seed {row['seed']}"
             if row["snapshot"] != "last":
                 label += f", {row['snapshot']}"
             pairs.append(Pair(label, full[0], row["model"]))
-    return _with_distinct_labels(pairs, [pair.other for pair in pairs]), alone
+    return _with_distinct_labels(pairs, [pair.other for pair in pairs]), unpaired
 
 
 def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
     """Return other models that could be the full model of a pair."""
     full = models[models["attention"] == "full"]
     chosen = full[full["model"] == pair.full].iloc[0]
-    same = [all(_equal(row[name], chosen[name]) for name in RUN_AND_SNAPSHOT) for _, row in full.iterrows()]
-    others = full[same]
-    return [str(path) for path in others[others["weights_sha256"] != chosen["weights_sha256"]]["model"]]
+    is_alike = [all(_equal(row[name], chosen[name]) for name in RUN_AND_SNAPSHOT) for _, row in full.iterrows()]
+    alike = full[is_alike]
+    return [str(path) for path in alike[alike["weights_sha256"] != chosen["weights_sha256"]]["model"]]
 
 
 def compared_pairs(findings: Findings) -> list[Pair]:
     """Return the pairs that a report compares: with the model of --against, or full models with counterparts."""
-    models, against = findings.measurements.models, findings.measurements.provenance.get("against")
+    models = findings.measurements.models
+    against = findings.measurements.provenance.get("against")
     if against is not None and against in set(models["model"]):
         return pairs_against(models, against)
     return find_pairs(models, attention=None)[0]
@@ -103,21 +105,28 @@ def compared_pairs(findings: Findings) -> list[Pair]:
 def unlearned_sentences(findings: Findings) -> list[str]:
     """Return a warning if compared models were trained and predict no better than the commonest label alone."""
     compared = {path for pair in findings(compared_pairs) for path in (pair.full, pair.other)}
-    models, said = findings.measurements.models, []
+    models = findings.measurements.models
+    unlearned = []
     for _, row in models[models["model"].isin(compared) & (models["snapshot"] != "initialisation")].iterrows():
-        task, samples = TASKS.get(str(row["task"])), int(row["samples"])
+        task = TASKS.get(str(row["task"]))
+        samples = int(row["samples"])
         if task is None or samples < _TELLING or pd.isna(row["accuracy"]):
             continue
         blind = max(task.chance, task.majority)
         if row["accuracy"] <= blind + 1.96 * math.sqrt(blind * (1 - blind) / samples):
-            right = f"{row['accuracy']:.1%} of {counted(samples, 'sample')}"
-            said.append(f"{_short(row)} ({right}, the commonest label alone {blind:.1%})")
-    if not said:
+            correct = f"{row['accuracy']:.1%} of {counted(samples, 'sample')}"
+            unlearned.append(f"{_short(row)} ({correct}, the commonest label alone {blind:.1%})")
+    if not unlearned:
         return []
-    who = f"{'neither' if len(said) == 2 else 'none'} of them has" if len(said) > 1 else "it has not"
+    if len(unlearned) == 1:
+        judgement = "predicts no better than chance: it has not learned"
+    elif len(unlearned) == 2:
+        judgement = "predict no better than chance: neither of them has learned"
+    else:
+        judgement = "predict no better than chance: none of them has learned"
     return [
-        f"Not learned: {' and '.join(said)} predict{'s' * (len(said) == 1)} no better than chance: {who} learned "
-        "the task on these inputs, so a comparison says nothing of what learning does."
+        f"Not learned: {' and '.join(unlearned)} {judgement} the task on these inputs, so a comparison says "
+        "nothing of what learning does."
     ]
 
 
@@ -135,16 +144,20 @@ def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
 
 def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
     """Return the differences between the two models of a pair besides attention."""
-    full, other = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
-    both = "full" not in (full["attention"], other["attention"])
-    names = [*RUN_AND_SNAPSHOT, *(("k", "global_tokens") if both else ())]
-    return [f"{name} {full[name]} and {other[name]}" for name in names if not _equal(full[name], other[name])]
+    full, counterpart = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
+    both_sparse = "full" not in (full["attention"], counterpart["attention"])
+    names = [*RUN_AND_SNAPSHOT, *(("k", "global_tokens") if both_sparse else ())]
+    return [
+        f"{name} {full[name]} and {counterpart[name]}"
+        for name in names
+        if not _equal(full[name], counterpart[name])
+    ]
 
 
-def _equal(one: Any, two: Any) -> bool:
-    if pd.isna(one) or pd.isna(two):
-        return bool(pd.isna(one) and pd.isna(two))
-    return bool(one == two)
+def _equal(first: Any, second: Any) -> bool:
+    if pd.isna(first) or pd.isna(second):
+        return bool(pd.isna(first) and pd.isna(second))
+    return bool(first == second)
 
 
 def attention_word(row: Any) -> str:
@@ -156,18 +169,20 @@ def attention_word(row: Any) -> str:
 def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
     """Return the end of a path, long enough to distinguish it."""
     tail = path[-letters:]
-    if len(path) <= letters or sum(other.endswith(tail) for other in set(among) | {path}) > 1:
+    same_end = [each for each in {*among, path} if each.endswith(tail)]
+    if len(path) <= letters or len(same_end) > 1:
         return path
     return f"…{tail}"
 
 
 def _with_distinct_labels(pairs: list[Pair], compared: list[str]) -> list[Pair]:
     labels = [pair.label for pair in pairs]
-    more = [f", {path_tail(path, compared)}" for path in compared]
-    return [
-        replace(pair, label=pair.label + tail * (labels.count(pair.label) > 1))
-        for pair, tail in zip(pairs, more, strict=True)
-    ]
+    distinct = []
+    for pair, path in zip(pairs, compared, strict=True):
+        if labels.count(pair.label) > 1:
+            pair = replace(pair, label=f"{pair.label}, {path_tail(path, compared)}")
+        distinct.append(pair)
+    return distinct
 
 
 def _short(row: Any) -> str:
@@ -201,8 +216,8 @@ def has_schema(content: Any, command: str) -> bool:
 
 def json_object(command: str, findings: Findings, **content: Any) -> Summary:
     """Return the object that a command prints."""
-    whole = {"schema": schema(command), "provenance": findings.measurements.provenance, **content}
-    return Summary(json_ready(whole))
+    facts = {"schema": schema(command), "provenance": findings.measurements.provenance}
+    return Summary(json_ready({**facts, **content}))
 
 
 def records(table: pd.DataFrame) -> list[Summary]:
@@ -284,7 +299,8 @@ def modules_by_layer(findings: Findings, model: str) -> list[str]:
 
 def completeness(row: Mapping[str, Any]) -> Completeness:
     """Judge whether attention recomputed from the capture agrees with the model's."""
-    residual, excess = float(row["residual"]), float(row["residual_over_rounding"])
+    residual = float(row["residual"])
+    excess = float(row["residual_over_rounding"])
     if math.isnan(residual):
         return Completeness.UNKNOWN
     if excess > 1:
@@ -297,8 +313,8 @@ Place = tuple[int, int]  # layer and head
 
 def broken_places(findings: Findings, model: str) -> set[Place]:
     """Return the layers and heads of a model with scores that are not finite, and the pools that include them."""
-    bad = findings.measurements.non_finite
-    places = {(int(row["layer"]), int(row["head"])) for row in records(bad[bad["model"] == model])}
+    non_finite = findings.measurements.non_finite
+    places = {(int(row["layer"]), int(row["head"])) for row in records(non_finite[non_finite["model"] == model])}
     return places | {(layer, ALL) for layer, _ in places} | ({(ALL, ALL)} if places else set())
 
 

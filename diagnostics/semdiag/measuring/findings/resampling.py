@@ -59,21 +59,22 @@ def ratio_interval(
     seed: int = 0,
 ) -> Interval:
     """Return the ratio of one percentile of a quantity in two sets of queries, with a bootstrap interval."""
-    above, below = _Sequences(numerator, quantity), _Sequences(denominator, quantity)
-    paired = above.count == below.count
+    top = _Sequences(numerator, quantity)
+    bottom = _Sequences(denominator, quantity)
+    paired = top.count == bottom.count
     rng = np.random.default_rng(seed)
 
     def draw(count: int) -> NDArray[np.int64]:
         return np.bincount(rng.integers(count, size=count), minlength=count)
 
-    draws = [(np.ones(above.count, np.int64), np.ones(below.count, np.int64))]  # the first is the estimate
+    draws = [(np.ones(top.count, np.int64), np.ones(bottom.count, np.int64))]  # the first is the estimate
     for _ in range(resamples):
-        times = draw(above.count)
-        draws.append((times, times if paired else draw(below.count)))
-    tops = above.percentiles([times for times, _ in draws], percentile)
-    bottoms = below.percentiles([times for _, times in draws], percentile)
+        times = draw(top.count)
+        draws.append((times, times if paired else draw(bottom.count)))
+    tops = top.percentiles([times for times, _ in draws], percentile)
+    bottoms = bottom.percentiles([times for _, times in draws], percentile)
     ratios = np.divide(tops, bottoms, out=np.full(len(tops), np.nan), where=bottoms != 0)
-    return Interval(float(ratios[0]), *interval_ends(ratios[1:], min(above.count, below.count)))
+    return Interval(float(ratios[0]), *interval_ends(ratios[1:], min(top.count, bottom.count)))
 
 
 _AT_ONCE = 2**21  # numbers held by one step of resampling
@@ -97,9 +98,8 @@ class _Sequences:
         self.owner = np.append(owner[order], np.full(spare, self.count)).reshape(chunks, size)
         places = self.owner * chunks + np.arange(chunks)[:, None]
         held = np.bincount(places.ravel(), minlength=(self.count + 1) * chunks)
-        self.held = held.reshape(self.count + 1, chunks).astype(
-            np.float64
-        )  # values of each sequence in each chunk
+        # values of each sequence in each chunk
+        self.held = held.reshape(self.count + 1, chunks).astype(np.float64)
 
     def percentiles(self, draws: Sequence[NDArray[np.int64]], percentile: float) -> NDArray[np.float64]:
         """Return the linearly interpolated percentile for each draw, which takes sequence s ``draw[s]`` times."""
@@ -109,14 +109,14 @@ class _Sequences:
 
     def _percentiles(self, times: NDArray[np.int64], percentile: float) -> NDArray[np.float64]:
         times = np.pad(times, [(0, 0), (0, 1)])
-        ends = np.cumsum(times @ self.held, axis=1)  # of each chunk's copies, among all values
+        ends = np.cumsum(times @ self.held, axis=1)  # ends of each chunk's copies, among all values
         place = (ends[:, -1] - 1) * percentile / 100
         values = []
-        for wanted in (np.floor(place), np.ceil(place)):
-            chunk = np.minimum((ends <= wanted[:, None]).sum(axis=1), ends.shape[1] - 1)
+        for rank in (np.floor(place), np.ceil(place)):
+            chunk = np.minimum((ends <= rank[:, None]).sum(axis=1), ends.shape[1] - 1)
             copies = np.cumsum(np.take_along_axis(times, self.owner[chunk], axis=1), axis=1)
             copies_before = np.where(chunk > 0, ends[np.arange(len(ends)), chunk - 1], 0)
-            inside = (copies <= (wanted - copies_before)[:, None]).sum(axis=1)
+            inside = (copies <= (rank - copies_before)[:, None]).sum(axis=1)
             values.append(self.values[chunk, np.minimum(inside, self.values.shape[1] - 1)])
         below, above = values
         return np.where(ends[:, -1] > 0, below + (above - below) * (place % 1), np.nan)
@@ -133,7 +133,8 @@ def mean_interval(rows: pd.DataFrame, quantity: str, *, share: bool = True) -> I
 
 def sum_ratio_interval(sums: NDArray[np.float64], counts: NDArray[np.float64], *, share: bool = False) -> Interval:
     """Return Σ sums / Σ counts over sequences, such as the loss per token, with an interval."""
-    sums, counts = sums[counts > 0], counts[counts > 0]
+    sums = sums[counts > 0]
+    counts = counts[counts > 0]
     estimate = float(sums.sum() / counts.sum()) if len(sums) else math.nan
     if len(sums) < FEWEST or not np.isfinite(sums).all():
         return Interval(estimate, math.nan, math.nan)
@@ -150,9 +151,9 @@ def rank_correlation_interval(
     samples, owner = np.unique(rows["sample"], return_inverse=True)
     ties = [np.unique(rows[name].to_numpy(np.float64), return_inverse=True)[1] for name in (first, second)]
     rng = np.random.default_rng(seed)
-    every = np.ones(len(samples), np.int64)
-    drawn = rng.multinomial(len(samples), np.full(len(samples), 1 / len(samples)), size=resamples)
-    correlations = np.array([_rank_correlation(ties, times[owner]) for times in (every, *drawn)])
+    once = np.ones(len(samples), np.int64)
+    draws = rng.multinomial(len(samples), np.full(len(samples), 1 / len(samples)), size=resamples)
+    correlations = np.array([_rank_correlation(ties, times[owner]) for times in (once, *draws)])
     resampled = correlations[1:][np.isfinite(correlations[1:])]
     return Interval(float(correlations[0]), *interval_ends(resampled, len(samples)))
 

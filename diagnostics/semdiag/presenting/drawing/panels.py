@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from semdiag.capturing.attention_call import external
 from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
-from semdiag.measuring.words import significant
+from semdiag.measuring.metrics import metric_of
+from semdiag.measuring.words import number
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
     AttentionStyle,
@@ -183,8 +184,8 @@ def layers_span(symbol: str, tables: Iterable[pd.DataFrame]) -> str:
     if medians.empty:
         return f"{symbol} undefined"
     low, high = medians.idxmin(), medians.idxmax()
-    most = f" to {significant(medians[high], 2)} in layer {layers[high]}" * (low != high)
-    return f"median {symbol} of {significant(medians[low], 2)} nats in layer {layers[low]}{most}"
+    most = f" to {number(medians[high], 2)} in layer {layers[high]}" * (low != high)
+    return f"median {symbol} of {number(medians[low], 2)} nats in layer {layers[low]}{most}"
 
 
 def kinds_of(series: Sequence[Series]) -> list[str]:
@@ -255,32 +256,79 @@ _FAR = 30  # ratio of largest to smallest value above which colours are logarith
 
 @paper_style
 def monitored_run(rows: pd.DataFrame) -> Figure:
-    """Draw heat maps of layers against steps, with the first alarm of each layer marked."""
+    """Draw heat maps of layers against steps, with the first alarm of each layer and its head marked."""
     if rows.empty:
         raise NothingToDrawError("The file has no rows: no step was looked at.")
     pairs = zip(rows["layer"].tolist(), rows["occurrence"].astype(int).tolist(), strict=True)
     rows = rows.assign(place=pd.Series([*pairs], index=rows.index, dtype=object))
-    steps, places = sorted(rows["step"].unique()), sorted(rows["place"].unique())
-    figure, axes = panel_grid(len(_PANELS), height=0.9 + 0.16 * len(places), sharey=False, columns=2)
+    steps = sorted(rows["step"].unique())
+    places = sorted(rows["place"].unique())
+    panels = [*_PANELS, *_further_panels(rows)]
+    figure, axes = panel_grid(len(panels), height=0.9 + 0.16 * len(places), sharey=False, columns=2)
     marked = False
-    for ax, (name, how, title) in zip(axes, _PANELS, strict=True):
-        groups = rows.groupby(["place", "step"])[name]
-        table = (groups.max() if how == "max" else groups.min()).unstack("step")
-        _draw(ax, table.reindex(index=places, columns=steps).to_numpy(float))
+    for ax, (name, extreme, title) in zip(axes, panels, strict=True):
+        alarmed = rows[rows["alarm"].str.contains(rf"\b{name}:")]
+        cells = rows.groupby(["place", "step"])[name].agg(extreme)
+        cells.update(alarmed.groupby(["place", "step"])[name].agg(extreme))
+        _draw(ax, cells.unstack("step").reindex(index=places, columns=steps).to_numpy(float))
         name_cells(ax.xaxis, steps, 6)
         name_cells(ax.yaxis, [f"{layer}.{call}" if call else str(layer) for layer, call in places])
         ax.set_xlabel("step")
         ax.set_ylabel("layer")
-        crossed = rows[rows["alarm"].str.contains(rf"\b{name}:")]
-        first = crossed.groupby("place")["step"].min()
-        if len(first):
-            x, y = [steps.index(step) for step in first], [places.index(place) for place in first.index]
-            ax.plot(x, y, linestyle="none", marker="x", color=_ALARM, markersize=6, markeredgewidth=2)
-            marked = True
         ax.set_title(title, fontsize=9)
-    crosses = " Crosses: the first alarm of a layer." if marked else ""
-    note_below(figure, f"A cell is the head of a layer that is furthest out. Hatched: no finite value.{crosses}")
+        if len(alarmed):
+            _mark_first_alarms(ax, alarmed, steps, places)
+            marked = True
+    note = "A cell is the head of a layer that is furthest out. Hatched: no finite value."
+    if marked:
+        note += " Where a head alarms, the cell is that head. Crosses: the first alarm of a layer."
+    note_below(figure, note)
     return figure
+
+
+def _further_panels(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """Return a panel for each quantity that alarmed and is not always shown."""
+    alarms = {alarm.partition(":")[0] for text in rows["alarm"].unique() for alarm in text.split()}
+    panels = []
+    for name in sorted(alarms - {name for name, *_ in _PANELS}):
+        found = metric_of(name)
+        if found is None:
+            continue
+        metric, k = found
+        extreme = "min" if metric.by_head == "min" else "max"
+        label = metric.label if k is None else f"{metric.label} at k = {k}"
+        unit = f" ({metric.unit})" if metric.unit else ""
+        size = "smallest" if extreme == "min" else "largest"
+        panels.append((name, extreme, f"{size} {label} of any head{unit}"))
+    return panels
+
+
+def _mark_first_alarms(
+    ax: Axes, alarmed: pd.DataFrame, steps: Sequence[int], places: Sequence[tuple[int, int]]
+) -> None:
+    """Mark where each layer first alarms, and name the head."""
+    first = alarmed[alarmed["step"] == alarmed.groupby("place")["step"].transform("min")]
+    columns = []
+    lines = []
+    for place, group in first.groupby("place"):
+        heads = sorted(group["head"].unique())
+        column = steps.index(group["step"].iloc[0])
+        line = places.index(place)
+        columns.append(column)
+        lines.append(line)
+        right = column < len(steps) / 2
+        ax.annotate(
+            f"head {heads[0]}" if len(heads) == 1 else f"head {heads[0]}, +{len(heads) - 1}",
+            (column, line),
+            xytext=(6 if right else -6, 0),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            va="center",
+            fontsize=9,
+            color=_ALARM,
+            bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
+        )
+    ax.plot(columns, lines, linestyle="none", marker="x", color=_ALARM, markersize=6, markeredgewidth=2)
 
 
 def _draw(ax: Axes, cells: np.ndarray) -> None:

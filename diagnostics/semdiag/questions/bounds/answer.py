@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from semdiag.measuring.findings.findings import (
     verdicts_of,
 )
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, finite, number, plain
+from semdiag.measuring.words import UNKNOWN, counted, number, plain
 from semdiag.presenting.answer import (
     Answer,
     Glance,
@@ -263,7 +264,10 @@ _SLOPES = (
 _PAIR = (
     Column("better", "better guarantee in", plain), Column("form", form=plain, drop=NEVER),
     Column("condition", form=plain, drop=1),
-    *(Column(f"sides.{at}", p, finite) for at, p in enumerate(("p75", "p90", "p95", "p100"))),
+    *(
+        Column(f"sides.{at}", p, partial(number, infinite=UNKNOWN))
+        for at, p in enumerate(("p75", "p90", "p95", "p100"))
+    ),
     Column("answer", "mask better?", plain, drop=NEVER),
 )  # fmt: skip
 _ANSWERS = {

@@ -13,15 +13,7 @@ from matplotlib.figure import Figure
 from semdiag.measuring.findings.findings import Findings, Summary, json_ready, modules_by_layer, records
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import (
-    counted,
-    interval_words,
-    layer_name,
-    number,
-    number_from_json,
-    text,
-    whole_percent,
-)
+from semdiag.measuring.words import counted, interval_words, layer_name, number, number_from_json, percent, text
 from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
@@ -152,7 +144,8 @@ def _parts(whole: Summary) -> str:
         return f"{change}."
     return (
         f"{change}: the other weights alone change them by {number(whole['by_weights'])}, the other values by "
-        f"{number(whole['by_values'])} ({whole_percent(whole['weights_share'])} of both squares is the weights')."
+        f"{number(whole['by_values'])} ({percent(whole['weights_share'], '.0f', strict=True)} of both squares is "
+        "the weights')."
     )
 
 

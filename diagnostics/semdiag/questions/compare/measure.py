@@ -25,7 +25,7 @@ from semdiag.measuring.encoders.traces import checked_batch
 from semdiag.measuring.measure import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.outputs import Answers, Reader, output_change, position_terms
-from semdiag.measuring.progress import Progress
+from semdiag.measuring.progress import SurveyProgress
 from semdiag.measuring.subject import Subject
 from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
 from semdiag.measuring.table import Table, columns_of
@@ -390,13 +390,13 @@ def measure_comparison(subject: Subject, plan: ComparePlan) -> Mapping[str, pd.D
 def compare_survey(
     models: Sequence[LoadedModel],
     conditions: Conditions,
-    progress: Progress | None = None,
+    progress: SurveyProgress | None = None,
     *,
     top: int = ComparePlan.top,
     dtype: str | None = None,
 ) -> Measurements:
     """Measure a base and a model on the base's inputs, and compare them."""
-    progress = Progress() if progress is None else progress
+    progress = SurveyProgress() if progress is None else progress
     base, other = models[-1], models[0]
     if len(models) == 1:
         other = replace(base, path=f"{base.path} ({dtype or 'again'})", module=copy.deepcopy(base.module))

@@ -12,7 +12,7 @@ from semdiag.measuring.findings.estimates import known_rows
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.training_runs import NOT_BEGUN, RUNS, TARGET, UNFINISHED, epochs_to, setting_labels
-from semdiag.measuring.words import interval, percent, plain, text, two_decimals
+from semdiag.measuring.words import decimals, interval, percent, plain, text
 from semdiag.presenting.answer import MOST, Answer, heading, measured_glance, with_run_facts
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.learning import reach_sentences, target_of, training_curves
@@ -264,7 +264,7 @@ _RUN = (Column("group", "task", text), Column("attention", form=text))
 _SEED = Column("seed", form=plain)
 _RUNS = (
     *_RUN, _SEED, Column("", "epochs to {}", arrival_words), Column("low high", "speed-up", _speed, drop=NEVER),
-    Column("ratio", "δ ratio", two_decimals), Column("train_accuracy", "train", percent, drop=3),
+    Column("ratio", "δ ratio", decimals), Column("train_accuracy", "train", percent, drop=3),
     Column("holdout_accuracy", "held-out", percent), Column("best_holdout_accuracy", "best", percent, drop=1),
     Column("gap", form=percent, drop=2),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 from semdiag.capturing.loading import load_all
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.progress import Progress
+from semdiag.measuring.progress import SurveyProgress
 from semdiag.measuring.survey import survey
 from semdiag.measuring.training_runs import TARGET, run_table
 from semdiag.questions.convergence import ConvergencePlan
@@ -17,7 +17,7 @@ from semdiag_models.train import find_device
 def convergence_survey(
     models: Sequence[Path],
     conditions: Conditions,
-    progress: Progress | None = None,
+    progress: SurveyProgress | None = None,
     *,
     plan: ConvergencePlan,
 ) -> Measurements:

@@ -30,7 +30,7 @@ from semdiag.measuring.findings.findings import (
     rivals,
 )
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
-from semdiag.measuring.words import count_of, counted, interval_words, ratio_words, span_words
+from semdiag.measuring.words import count_of, counted, decimals, interval_words, span_words
 from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csvs, top_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
@@ -168,7 +168,7 @@ class PairComparison:
         if self.gate.unknown:
             return f"{pair}: it is unclear which model has the smaller dispersion, because a δ is not a number."
         alike = ratio.low < ratio.high and round(ratio.low, 2) == round(ratio.high, 2)
-        ratio_text = partial(ratio_words, digits=3 if alike else 2)  # tells the ends of the interval apart
+        ratio_text = partial(decimals, places=3 if alike else 2)  # tells the ends of the interval apart
         medians = f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats"
         if math.isfinite(ratio.estimate):
             interval = interval_words(ratio.low, ratio.high, ratio_text, self.samples)
@@ -253,7 +253,7 @@ def dispersion_glance(findings: Findings) -> Glance:
         words = f"in which the {top_words(findings)} model has the smaller dispersion δ at the 50th, 75th, 90th "
         words += "and 95th percentile"
         ratios = [pair.ratio.estimate for pair in judged if np.isfinite(pair.ratio.estimate)]
-        notes = [f"ratio of the medians {span_words(ratios, ratio_words)}"] if ratios else []
+        notes = [f"ratio of the medians {span_words(ratios, decimals)}"] if ratios else []
         notes += [f"before training {before}"] if trained and (before := ratio_before(findings)) else []
         words += f" ({'; '.join(notes)})" if notes else ""
         words += "" if trained else "; they are not trained yet"
@@ -294,7 +294,7 @@ def before_training(findings: Findings) -> list[float]:
 def ratio_before(findings: Findings) -> str:
     """Return the range of the ratios before training in words; empty if none is known."""
     ratios = before_training(findings)
-    return span_words(ratios, ratio_words) if ratios else ""
+    return span_words(ratios, decimals) if ratios else ""
 
 
 _NO_PAIR = (
@@ -327,7 +327,7 @@ def _headline(findings: Findings) -> list[str]:
     if not ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
         return []
     passed = sum(pair.gate.passed for pair in pairs)
-    words = f"The median dispersion δ of top-k attention is {span_words(ratios, ratio_words)} of full attention's"
+    words = f"The median dispersion δ of top-k attention is {span_words(ratios, decimals)} of full attention's"
     words += f" ({count_of(passed, len(pairs), 'pair')} smaller at p50, p75, p90 and p95)"
     before = before_training(findings)
     if len(before) != len(ratios):

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from semdiag.capturing.attention_call import DENSE, HEAVY_HITTERS
-from semdiag.measuring.findings.estimates import drawing, drawn
+from semdiag.measuring.findings.estimates import sampled_models, sampling_facts
 from semdiag.measuring.findings.findings import Findings, Summary, records
-from semdiag.measuring.table import ALL, rows_of
+from semdiag.measuring.table import ALL, rows_of_model
 from semdiag.measuring.words import (
     Value,
     counted,
@@ -22,9 +22,7 @@ from semdiag.measuring.words import (
     percent,
     plain,
     span_words,
-    strict_percent,
     text,
-    whole_percent,
 )
 from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, title, with_facts
 from semdiag.presenting.drawing.panels import model_labels
@@ -99,9 +97,9 @@ _OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high"
 
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     """Judge whether the k largest scores of each query suffice for a model."""
-    sweep = rows_of(findings.measurements[K_SWEEP_TABLE], model)
+    sweep = rows_of_model(findings.measurements[K_SWEEP_TABLE], model)
     masses = sweep[(sweep["layer"] == ALL) & (sweep["quantity"] == "weight_kept")].set_index("k")
-    again = rows_of(findings(change_table), model)
+    again = rows_of_model(findings(change_table), model)
     top = records(again[(again["mask"] == TOP_K) & (again["kept"] < 1)].sort_values("k"))
     if not top:
         return _by_weight(findings, model, masses, ran=len(again) > 0)
@@ -110,7 +108,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     answer, row, words = _judged(top, again, limit, unit)
     weight = _weight(masses, int(row["k"]))
     known = answer == Outcome.PLAUSIBLE and "weight_kept" in weight
-    kept = f", keeps {strict_percent(weight['weight_kept'])} of the weight" if known else ""
+    kept = f", keeps {percent(weight['weight_kept'], strict=True)} of the weight" if known else ""
     estimated = words.startswith("k =") or answer != Outcome.OPEN
     head = "" if answer == Outcome.OPEN and estimated else f"{answer}: "
     return SparseVerdict(
@@ -133,7 +131,7 @@ def _weight(masses: pd.DataFrame, k: int) -> dict[str, Any]:
 
 def _by_weight(findings: Findings, model: str, masses: pd.DataFrame, ran: bool) -> SparseVerdict:
     """Return what the sweep says of a model that was not run with masks of top-k that drop keys."""
-    attention = rows_of(findings.measurements.models, model)["attention"].iloc[0]
+    attention = rows_of_model(findings.measurements.models, model)["attention"].iloc[0]
     if attention not in (*DENSE, *HEAVY_HITTERS, "bottomk"):
         return SparseVerdict(Outcome.OPEN, "inconclusive: its mask does not rank keys by their scores.")
     if ran or masses.empty or attention not in DENSE:
@@ -142,7 +140,7 @@ def _by_weight(findings: Findings, model: str, masses: pd.DataFrame, ran: bool) 
     k = int(enough[0]) if len(enough) else None
     weight = {} if k is None else _weight(masses, k)
     words = f"no k up to the largest measured keeps {ENOUGH_WEIGHT:.0%} of the weight"
-    words = f"k = {k} keeps {strict_percent(weight['weight_kept'])} of the weight" if weight else words
+    words = f"k = {k} keeps {percent(weight['weight_kept'], strict=True)} of the weight" if weight else words
     if model in failed_reruns(findings):
         return SparseVerdict(Outcome.OPEN, f"inconclusive: its run with masks failed; {words}.", k, **weight)
     run = f"to measure what a mask costs: semdiag k-sweep {model} --rerun"
@@ -232,7 +230,7 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
 
 def kinds_lines(findings: Findings, model: str) -> list[str]:
     """Return the changes by other kinds of sparse attention at the verdict's k, least first."""
-    verdict, again = findings(sparse_verdict, model), rows_of(findings(change_table), model)
+    verdict, again = findings(sparse_verdict, model), rows_of_model(findings(change_table), model)
     if not verdict.samples or verdict.k is None:
         return []
     again = again[(again["k"] == verdict.k) & again["mask"].isin(KINDS)]
@@ -245,7 +243,7 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
 
 
 def _grounds(findings: Findings, model: str) -> Iterator[str]:
-    verdict, again = findings(sparse_verdict, model), rows_of(findings(change_table), model)
+    verdict, again = findings(sparse_verdict, model), rows_of_model(findings(change_table), model)
     yield from length_lines(findings, model)
     if verdict.samples:
         unit, samples = unit_of(findings, model), counted(verdict.samples, "sample")
@@ -274,11 +272,11 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
             f"{counted(verdict.k or 0, 'key')}; {verdict.left_out:,} with no more keys are left out, "
             "as the mask drops nothing there."
         )
-    facts = rows_of(findings.measurements.models, model).iloc[0]
+    facts = rows_of_model(findings.measurements.models, model).iloc[0]
     if facts["attention"] == "topk":
         these = "everything is computed over the keys that it keeps" if len(again) else "these are its scores"
         yield f"The model was trained with top-k attention, k = {facts['k']}: {these}."
-    if model in drawn(findings):
+    if model in sampled_models(findings):
         yield (
             "Queries were drawn: the weight kept is estimated from them, and the paper's conditions, which need "
             "extremes and loads over every query, are not judged."
@@ -288,7 +286,7 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
 
 def length_lines(findings: Findings, model: str) -> Iterator[str]:
     """Yield sentences on the k that each kind of mask needs at each length of texts."""
-    if rows_of(findings(length_table), model).empty:
+    if rows_of_model(findings(length_table), model).empty:
         return
     unit = unit_of(findings, model)
     needed, limit = findings(smallest_enough, model), unit.limit(tolerance_of(findings, unit.measure))
@@ -299,7 +297,11 @@ def length_lines(findings: Findings, model: str) -> Iterator[str]:
 
 def needed_words(row: Row) -> str:
     """Return the k that a length needs, and its share of the keys."""
-    return f"above {row['largest']}" if pd.isna(row["k"]) else f"{row['k']} ({whole_percent(row['kept'])})"
+    return (
+        f"above {row['largest']}"
+        if pd.isna(row["k"])
+        else f"{row['k']} ({percent(row['kept'], '.0f', strict=True)})"
+    )
 
 
 def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator[str]:
@@ -322,16 +324,15 @@ _HELD = {True: "within", False: "not within", None: "inconclusive against"}
 
 
 def _budget_lines(findings: Findings, model: str) -> Iterator[str]:
-    content, again = findings(budget_content, model), rows_of(findings(change_table), model)
+    content, again = findings(budget_content, model), rows_of_model(findings(change_table), model)
     rows = {row["mask"]: row for row in records(again)}
     sentences, first, last = [], 0, 0
     for name, budget in content["budgets"].items():
         tested = budget["tested"]
         (first, last), unit = tested["samples"], Unit(tested["measure"])
         held = f", {_HELD[tested['holds']]} {unit.limit(content['tolerance'])}" * math.isfinite(tested["change"])
-        sentences.append(
-            f"{name} keeps {whole_percent(budget['share'])} of the keys and {unit.cost(rows[name])}{held}"
-        )
+        share = percent(budget["share"], ".0f", strict=True)
+        sentences.append(f"{name} keeps {share} of the keys and {unit.cost(rows[name])}{held}")
     if sentences:
         yield (
             f"Budgets, chosen on samples 0 to {first - 1} and run on {first} to {last}, which had no part in the "
@@ -435,13 +436,13 @@ def _result(findings: Findings, model: str) -> Summary:
     tables = {"rerun": findings(change_table), "by_length": findings(length_table)}
     tables |= {"conditions": findings(condition_table), "sweep": measurements[K_SWEEP_TABLE]}
     result: Summary = {"unit": "nats", "verdict": asdict(findings(sparse_verdict, model))}
-    result |= {name: records(rows_of(table, model).drop(columns="model")) for name, table in tables.items()}
+    result |= {name: records(rows_of_model(table, model).drop(columns="model")) for name, table in tables.items()}
     result["lengths"] = records(findings(smallest_enough, model))
-    if len(rows_of(measurements[BUDGET_TABLE], model)):
+    if len(rows_of_model(measurements[BUDGET_TABLE], model)):
         result["budgets"] = findings(budget_content, model)
-    if model in drawn(findings):
-        estimates = rows_of(measurements[SWEEP_ESTIMATES], model).drop(columns="model")
-        result["sampled"] = {**drawing(findings, model), "estimates": records(estimates)}
+    if model in sampled_models(findings):
+        estimates = rows_of_model(measurements[SWEEP_ESTIMATES], model).drop(columns="model")
+        result["sampled"] = {**sampling_facts(findings, model), "estimates": records(estimates)}
     return result
 
 

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
-from semdiag.measuring.findings.estimates import drawn
+from semdiag.measuring.findings.estimates import sampled_models
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
-from semdiag.measuring.table import ALL, rows_of
-from semdiag.measuring.words import FEWEST, counted, interval_words, limit_of_share, significant
+from semdiag.measuring.table import ALL, rows_of_model
+from semdiag.measuring.words import FEWEST, counted, interval_words, limit_of_share, number
 from semdiag.questions.bounds.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
 from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, KINDS, TOP_K
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
@@ -44,7 +44,7 @@ def change_table(findings: Findings) -> pd.DataFrame:
     """Return the changes by each mask of each rerun, with 95% intervals over samples, or chunks of few ones."""
     rows: list[dict[str, Any]] = []
     for model, again in findings.measurements[RERUN_TABLE].groupby("model", sort=False):
-        sweep = rows_of(findings.measurements[K_SWEEP_TABLE], str(model))
+        sweep = rows_of_model(findings.measurements[K_SWEEP_TABLE], str(model))
         means = sweep[sweep["layer"] == ALL].set_index(["quantity", "k"])["mean"]
         base = again[again["mask"] == NO_MASK].set_index(UNITS)
         measure = measure_of(again)
@@ -163,7 +163,7 @@ def length_table(findings: Findings) -> pd.DataFrame:
 
 def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
     """By length and kind of mask the smallest k that was run from which on the mean change is tolerated."""
-    own = rows_of(findings(length_table), model)
+    own = rows_of_model(findings(length_table), model)
     own = own[own["mask"].isin(KINDS)]
     rows = []
     for place, these in own.groupby(["length", "mask"], sort=False):
@@ -180,7 +180,7 @@ def condition_table(findings: Findings) -> pd.DataFrame:
     rows = []
     for model, own in findings.measurements[K_SWEEP_TABLE].groupby("model", sort=False):
         pooled = {(str(row["quantity"]), row["k"]): row for row in records(own[own["layer"] == ALL])}
-        if ("dispersion", 0) not in pooled or model in drawn(findings):
+        if ("dispersion", 0) not in pooled or model in sampled_models(findings):
             continue
         full = _cuts(pooled["dispersion", 0])
         rounding = separation_rounding(findings.measurements, str(model), float(full[-1]))
@@ -208,7 +208,7 @@ def _cuts(row: Row, mirrored: bool = False) -> torch.Tensor:
 
 def judged_conditions(findings: Findings, model: str) -> pd.DataFrame:
     """Return the 6 cases (W and X at p75, p90 and p95) of each k in which the paper's conditions are judged."""
-    table = rows_of(findings(condition_table), model)
+    table = rows_of_model(findings(condition_table), model)
     return table[table["percentile"].isin(JUDGED_PERCENTILES)]
 
 
@@ -221,11 +221,11 @@ def conditions_met(findings: Findings, model: str) -> dict[int, int]:
 def budget_content(findings: Findings, model: str) -> dict[str, Any]:
     """Return a model's budgets in the form of a budget file: docs/commands/k-sweep.md."""
     measurements = findings.measurements
-    again = rows_of(findings(change_table), model)
-    facts = rows_of(measurements.models, model).iloc[0]
+    again = rows_of_model(findings(change_table), model)
+    facts = rows_of_model(measurements.models, model).iloc[0]
     limit = tolerance_of(findings, str(again["measure"].iloc[0])) if len(again) else None
     budgets = {}
-    for name, rows in rows_of(measurements[BUDGET_TABLE], model).groupby("budget", sort=False):
+    for name, rows in rows_of_model(measurements[BUDGET_TABLE], model).groupby("budget", sort=False):
         tested = records(again[again["mask"] == name])[0]
         samples = measurements[RERUN_TABLE].query("model == @model and mask == @name")["sample"]
         first, last = int(samples.min()), int(samples.max())
@@ -312,7 +312,7 @@ class Unit:
             return f"{value:.1%}"
         value = rounded(value)
         if self.perplexity and value > _DOUBLED:
-            return f"× {significant(math.exp(min(value, 700)))}"
+            return f"× {number(math.exp(min(value, 700)))}"
         if self.perplexity:
             return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
         return f"{value:+.3g}{' nats' * unit}"
@@ -327,8 +327,8 @@ class Unit:
         known = math.isfinite(low)
         if self.perplexity and _DOUBLED < change < math.inf and known:
             low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
-            ends = interval_words(low, high, significant) + over_chunks(row)
-            return f"multiplies perplexity by {significant(change)} ({ends})"
+            ends = interval_words(low, high, number) + over_chunks(row)
+            return f"multiplies perplexity by {number(change)} ({ends})"
         cost, other = self._words[1:3]
         costs = bool(cost) and ROUNDING <= change < math.inf
 
@@ -378,10 +378,10 @@ def over_chunks(row: Row) -> str:
 def unit_of(findings: Findings, model: str) -> Unit:
     """Return in what a model's changes are written: in perplexity where it predicts next tokens."""
     measurements = findings.measurements
-    own = rows_of(measurements[RERUN_TABLE], model)
+    own = rows_of_model(measurements[RERUN_TABLE], model)
     measure = measure_of(own)
     if own.empty:  # its texts alone were cut into lengths
-        measure = "loss" if rows_of(measurements[LENGTHS_TABLE], model)["targets"].sum() else "divergence"
-    causal = rows_of(measurements.models, model)["attention"].iloc[0] == "causal"
+        measure = "loss" if rows_of_model(measurements[LENGTHS_TABLE], model)["targets"].sum() else "divergence"
+    causal = rows_of_model(measurements.models, model)["attention"].iloc[0] == "causal"
     targets = own.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(own) else 2
     return Unit(measure, bool(measure == "loss" and causal and targets > 1))

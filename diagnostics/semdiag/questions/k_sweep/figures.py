@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from semdiag.measuring.findings.findings import Findings, records
-from semdiag.measuring.table import rows_of
+from semdiag.measuring.table import rows_of_model
 from semdiag.measuring.words import counted
 from semdiag.presenting.answer import heading
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends, short_labels
@@ -116,7 +116,7 @@ def _share_axis(ax: Axes, shares: pd.Series) -> None:
 
 def _fixed_k(findings: Findings, model: str) -> pd.DataFrame:
     """Return what the largest k that was run at every length costs at each; empty for one length."""
-    table = rows_of(findings(length_table), model)
+    table = rows_of_model(findings(length_table), model)
     table = table[table["mask"].isin(set(_kinds(table)) - {RANDOM})]
     lengths = table.groupby("k")["length"].nunique()
     common = lengths[lengths == table["length"].nunique()].index

@@ -318,7 +318,7 @@ def output_notes(reader: Reader) -> list[tuple[str, str]]:
     as_outputs = f"logits are compared as outputs, not as a distribution: {reader.reason}"
     own_loss = f"the loss that is compared is the cross-entropy of logits and labels: {reader.loss}"
     notes = (
-        (reader.others, f"of its outputs {reader.others}", "outputs-compared"),
+        (reader.not_compared, f"of its outputs {reader.not_compared}", "outputs-compared"),
         (reader.unread, read_alone, "labels-unread"),
         (reader.reason, as_outputs, "logits-as-outputs"),
         (reader.loss, own_loss, "loss-of-logits"),

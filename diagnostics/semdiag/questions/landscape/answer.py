@@ -12,7 +12,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
-from semdiag.measuring.words import counted, number_words, text
+from semdiag.measuring.words import counted, number, text
 from semdiag.presenting.answer import Answer, heading, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
@@ -57,9 +57,9 @@ def answer(findings: Findings) -> Answer:
     shown: list[str | NumberTable] = []
     for model in findings.measurements.models["model"]:
         planes = []
-        for number, cells in table[table["model"] == model].groupby("plane", sort=True):
+        for plane, cells in table[table["model"] == model].groupby("plane", sort=True):
             (summary,) = records(
-                facts[(facts["model"] == model) & (facts["plane"] == number)].drop(columns="model")
+                facts[(facts["model"] == model) & (facts["plane"] == plane)].drop(columns="model")
             )
             planes.append({**summary, **_matrices(cells)})
         results[model] = json_ready({"unit": "nats", "planes": planes})
@@ -89,7 +89,7 @@ def landscape_sentences(findings: Findings) -> list[str]:
         first = planes.iloc[0]
         lowest, highest = planes["lowest_loss"].min(), planes["highest_loss"].max()
         kind = f"{len(planes)} random planes" if len(planes) > 1 else "one random plane"
-        at, low, high = (number_words(v, "{:.2g}".format) for v in (first["checkpoint_loss"], lowest, highest))
+        at, low, high = (number(v, 2, unknown="undefined") for v in (first["checkpoint_loss"], lowest, highest))
         cells = low if math.isnan(lowest) else f"{low} to {high}"
         works = _working([float(distance) for distance in planes["working_distance"]])
         size = f"{counted(first['cells'], 'cell')}, {counted(first['samples'], 'sample')}"

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +20,7 @@ from semdiag.capturing.audit import WARNING
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import unnamed
-from semdiag.measuring.words import counted, finite, layer_name, percent
+from semdiag.measuring.words import UNKNOWN, counted, layer_name, number, percent
 from semdiag.presenting.answer import file_safe, page_environment, page_style
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.look.measure import (
@@ -54,7 +55,7 @@ _CUT = {
 def render_look(seen: Seen, k: int, command: str, groups: Mapping[str, Any] | None = None) -> str:
     """Return the page; tokens and names are escaped, and control characters are made visible."""
     environment = page_environment()
-    environment.filters["number"] = finite
+    environment.filters["number"] = partial(number, infinite=UNKNOWN)
     environment.filters["percent"] = percent
     folder = files("semdiag.questions.look").joinpath("templates")
     parts = {

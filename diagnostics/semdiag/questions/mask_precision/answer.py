@@ -1,6 +1,7 @@
 """What a number format does to masks: by model, format and layer, pooled, in words, and drawn."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,8 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_call import DENSE, KINDS
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import sum_ratio_interval
-from semdiag.measuring.table import ALL, Table, rows_of
-from semdiag.measuring.words import (
-    count,
-    counted,
-    fine_percent,
-    percent,
-    percent_interval,
-    percent_span,
-    plain,
-    text,
-)
+from semdiag.measuring.table import ALL, Table, rows_of_model
+from semdiag.measuring.words import count, counted, interval, percent, percent_span, plain, text
 from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, number_layers, panel_grid
@@ -99,13 +91,15 @@ def certified_words(row: Summary) -> str:
     return f"Certified rows that changed: {changed:,} of {row['certified_rows']:,}{fault}."
 
 
+_fine_percent = partial(percent, form=".2f")
+_percent_interval = partial(interval, factor=100)
 _SHOWN = (
     Column("format", form=text), Column("layer", form=plain),
     Column("queries not_covered", "rows", lambda queries, not_covered: count(queries - not_covered)),
     Column("certified", form=lambda share: "not covered" if share is None else percent(share), drop=NEVER),
-    Column("changed", form=fine_percent, drop=NEVER),
-    Column("changed_low changed_high", "changed 95%", percent_interval, drop=1),
-    Column("tied", form=fine_percent, drop=NEVER), Column("changed_or_tied", form=fine_percent),
+    Column("changed", form=_fine_percent, drop=NEVER),
+    Column("changed_low changed_high", "changed 95%", _percent_interval, drop=1),
+    Column("tied", form=_fine_percent, drop=NEVER), Column("changed_or_tied", form=_fine_percent),
     Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", drop=2),
 )  # fmt: skip
 
@@ -126,7 +120,7 @@ def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
 def mask_words(findings: Findings, model: str) -> str:
     """Return which mask of a model was judged, or why none was."""
     measurements = findings.measurements
-    kind = str(rows_of(measurements.models, model)["attention"].iloc[0])
+    kind = str(rows_of_model(measurements.models, model)["attention"].iloc[0])
     if kind not in KINDS or KINDS[kind].keeps in ("fixed", "redrawn"):
         return f"not applicable: the mask of {kind} attention does not depend on the input"
     kept_keys = pd.concat(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,7 @@ from semdiag.measuring.findings.estimates import all_by_name, without
 from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
 from semdiag.measuring.findings.resampling import mean_interval, rank_correlation_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import (
-    counted,
-    fine_percent,
-    interval,
-    number_from_json,
-    percent,
-    percent_interval,
-    percent_span,
-    plain,
-)
+from semdiag.measuring.words import counted, interval, number_from_json, percent, percent_span, plain
 from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, heading, title, with_facts
 from semdiag.presenting.drawing.style import drawing
 from semdiag.presenting.tables import Column, NumberTable, not_shown
@@ -142,7 +134,8 @@ _SHOWN_COLUMNS = (
     Column("head", form=lambda head: "" if head == "all" else str(head)),
     Column("separation_p50", "Δ p50", drop=4), Column("certified", form=percent),
     Column("predicted", form=percent), Column("exact", "observed", percent),
-    Column("exact_low exact_high", "observed 95%", percent_interval, drop=3), Column("agreement", form=percent),
+    Column("exact_low exact_high", "observed 95%", partial(interval, factor=100), drop=3),
+    Column("agreement", form=percent),
     Column("response"), Column("spearman", "Spearman Δ", drop=2),
     Column("spearman_low spearman_high", "Spearman 95%", interval, drop=1),
 )  # fmt: skip
@@ -161,9 +154,9 @@ def _heads(level: Summary, every: bool) -> list[Summary]:
 def _output(level: Summary) -> str:
     output = level["output"]
     moved = number_from_json(output["logit_change"])
-    change = f"logits move by {fine_percent(moved)} of their norm"
+    change = f"logits move by {percent(moved, '.2f')} of their norm"
     change = change if math.isfinite(moved) else "some logits are not numbers"
-    words = f"Noise {level['noise']:g}: {change}, {fine_percent(output['flipped'])} of the predictions change"
+    words = f"Noise {level['noise']:g}: {change}, {percent(output['flipped'], '.2f')} of the predictions change"
     if output["accuracy_after"] is not None:
         words += f", accuracy {percent(output['accuracy_before'])} → {percent(output['accuracy_after'])}"
     return words + "."

@@ -13,7 +13,7 @@ from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, interval, interval_words, text, three_decimals
+from semdiag.measuring.words import counted, decimals, interval, interval_words, text
 from semdiag.presenting.answer import Answer, heading, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, model_labels, name_cells
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
@@ -82,11 +82,12 @@ def _layer(layer: int) -> str:
     return "all" if layer == ALL else str(layer)
 
 
-_interval = partial(interval, form=three_decimals, unknown="no interval")
+_three_decimals = partial(decimals, places=3)
+_interval = partial(interval, form=_three_decimals, unknown="no interval")
 _COLUMNS_SHOWN = (
     Column("what", "between", text), Column("layer", form=_layer), Column("other_layer", "and layer", _layer),
-    Column("pairs", drop=1), Column("jaccard", "index", three_decimals, drop=NEVER),
-    Column("low high", "95%", _interval, drop=2), Column("chance", "at random", three_decimals, drop=NEVER),
+    Column("pairs", drop=1), Column("jaccard", "index", _three_decimals, drop=NEVER),
+    Column("low high", "95%", _interval, drop=2), Column("chance", "at random", _three_decimals, drop=NEVER),
 )  # fmt: skip
 _BETWEEN = {"layers": "two layers", "heads": "two heads of a layer", "previous": "a query and the one before it"}
 

@@ -86,11 +86,11 @@ def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
 
     from semdiag.capturing.inputs import tokeniser_of
     from semdiag.measuring.measurements import Measurements
-    from semdiag.measuring.progress import Progress
+    from semdiag.measuring.progress import SurveyProgress
     from semdiag.measuring.survey import Inputs, survey
     from semdiag.questions.retrieval.measure import first_text
 
-    def run(loaded: Any, conditions: Any, progress: Progress) -> Measurements:
+    def run(loaded: Any, conditions: Any, progress: SurveyProgress) -> Measurements:
         parts = []
         for model in loaded:  # the attention of its first text is measured, too
             if conditions.texts.tokenizer is not None:

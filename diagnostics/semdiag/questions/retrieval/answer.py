@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 from semdiag.measuring.calls.tile_weights import TILES
 from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, interval, percent, plain, text, whole_percent
+from semdiag.measuring.words import counted, interval, percent, plain, text
 from semdiag.presenting.answer import Answer, Glance, Outcome, heading, title
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends
 from semdiag.presenting.drawing.style import drawing, note_below, palette, panel_grid
@@ -154,7 +154,7 @@ def _mask_name(mask: str, k: int) -> str:
     return "as it is" if mask == NO_MASK else f"{mask}, k = {k}" if k else mask
 
 
-_interval = partial(interval, form=whole_percent)
+_interval = partial(interval, form=partial(percent, form=".0f", strict=True))
 _TILES = (
     Column("kind", form=text), Column("k", form=plain), Column("length", form=plain, drop=1),
     Column("keys", form=percent), Column("weight", form=percent, drop=NEVER),

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,7 @@ import torch
 from semdiag.mathematics.selections import CLASSES, FAULTS, GRAVITY, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
-from semdiag.measuring.words import (
-    count,
-    counted,
-    four_decimals,
-    number,
-    plain,
-    rough_percent,
-    strict_percent,
-    text,
-)
+from semdiag.measuring.words import count, counted, decimals, number, percent, plain, text
 from semdiag.presenting.answer import Answer
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.selections.check import CheckedSelection
@@ -70,13 +62,13 @@ def _located_sentences(located: Summary | None) -> list[str]:
     """Return at which stage the first module that differs goes wrong."""
     if located is None or not located["rows"]:
         return []
-    rows = f"{counted(located['rows'], 'row')} (the reference: {strict_percent(located['by_reference'])})"
+    rows = f"{counted(located['rows'], 'row')} (the reference: {percent(located['by_reference'], strict=True)})"
     if located["stage"]:
         mistakes = ", or ".join(located["mistakes"])
-        share = strict_percent(located["explained"])
+        share = percent(located["explained"], strict=True)
         return [f"{located['module']}: {located['stage']}: {mistakes}; explains {share} of {rows}."]
     if located["nearest"]:
-        share = strict_percent(located["explained"])
+        share = percent(located["explained"], strict=True)
         nearest = f"the nearest, {located['nearest']}, explains {share} of {rows}"
         return [f"{located['module']}: none of the known mistakes; {nearest}."]
     return []
@@ -213,37 +205,38 @@ _CLASSES = (
 _LAYERS = (
     Column("module", form=text), Column("layer", form=plain, drop=NEVER), Column("k", form=count, drop=1),
     Column("rows", form=count),
-    Column("overlap", form=four_decimals, drop=NEVER), Column("changed", "differ", count),
+    Column("overlap", form=partial(decimals, places=4), drop=NEVER), Column("changed", "differ", count),
     Column("first", "differ first", count),
     *(Column(name, form=count, drop=NEVER) for name in ("numeric", "bug", "unexplained")),
     Column("lost", "weight lost"),
 )  # fmt: skip
+_share = partial(percent, form=".3g")
 _MARGINS = (
     Column("margin_median", "margin", drop=NEVER),
     Column("margin_p5", "p5", drop=NEVER),
-    Column("certified_share", "certified", rough_percent, drop=NEVER),
+    Column("certified_share", "certified", _share, drop=NEVER),
 )
 _EXPERTS = (
     Column("module", "experts of", text), Column("k choices", "chosen", _of),
     Column("groups", form=lambda groups: _of(groups["chosen"], groups["of"]) if groups else "–"),
-    Column("rows", form=count, drop=2), *_MARGINS, Column("load.largest", "largest load", rough_percent),
-    Column("load.smallest", "smallest", rough_percent), Column("load.even", "even", rough_percent, drop=1),
+    Column("rows", form=count, drop=2), *_MARGINS, Column("load.largest", "largest load", _share),
+    Column("load.smallest", "smallest", _share), Column("load.even", "even", _share, drop=1),
     Column("load.unused", "unused", plain),
 )  # fmt: skip
 _KEYS = (
     Column("module", "keys of", text),
     Column("k choices kind", "chosen", _chosen),
     Column("rows", form=count, drop=2), Column("deciding", form=count), *_MARGINS,
-    Column("ties", form=count, drop=1), Column("first_kept_share", "first key kept", rough_percent),
+    Column("ties", form=count, drop=1), Column("first_kept_share", "first key kept", _share),
     Column("future", drop=NEVER), Column("padding", drop=NEVER),
 )  # fmt: skip
 
 
 _DENSE = (
     Column("module", "weight kept of", text), Column("rows", form=count, drop=2),
-    Column("kept", "by its indexer", rough_percent), Column("worst_head", "worst head", rough_percent),
-    Column("oracle", "by exact top-k", rough_percent), Column("window", "by the newest", rough_percent),
-    Column("top1", "holds the largest", rough_percent), Column("recall", form=rough_percent, drop=1),
+    Column("kept", "by its indexer", _share), Column("worst_head", "worst head", _share),
+    Column("oracle", "by exact top-k", _share), Column("window", "by the newest", _share),
+    Column("top1", "holds the largest", _share), Column("recall", form=_share, drop=1),
 )  # fmt: skip
 
 

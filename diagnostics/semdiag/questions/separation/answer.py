@@ -15,9 +15,9 @@ from semdiag.measuring.findings.estimates import (
     Percentile,
     Percentiles,
     by_layer,
-    drawn,
     layer_percentiles,
     pooled_percentiles,
+    sampled_models,
     without,
 )
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
@@ -68,8 +68,10 @@ def _separation(findings: Findings, model: str) -> str:
         )
     if math.isnan(loads["p100"]):
         return f"{words}."
-    busiest = f"{loads['p100']:g} quer{'y' if loads['p100'] == 1 else 'ies'}"
-    return f"{words}. The busiest key is kept by {busiest}{f', {SAMPLED}' if model in drawn(findings) else ''}."
+    busiest = counted(int(loads["p100"]), "query")
+    if model in sampled_models(findings):
+        busiest += f", {SAMPLED}"
+    return f"{words}. The busiest key is kept by {busiest}."
 
 
 def separation_glance(findings: Findings) -> Glance:
@@ -90,7 +92,7 @@ def separation_glance(findings: Findings) -> Glance:
     )
     words += f"masks; {bad:,} of {counted(queries, 'query')}{drawn_word(findings)} have none (Δ ≤ 0, a tie)"
     words += f"; for {len(every) - len(tables)} more it is not a number" if len(tables) < len(every) else ""
-    outcome = Outcome.DOES_NOT if bad and not drawn(findings) else Outcome.MEASURED
+    outcome = Outcome.DOES_NOT if bad and not sampled_models(findings) else Outcome.MEASURED
     return Glance(outcome, f"{span_words([table['p5'] for table in tables], '{:.2g}')} nats", words)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from semdiag.measuring.findings.resampling import Interval, rank_correlation_int
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
-from semdiag.measuring.words import counted, interval_words, number_words, percent, plain
+from semdiag.measuring.words import counted, interval_words, number, percent, plain
 from semdiag.presenting.answer import (
     Answer,
     Glance,
@@ -315,9 +316,10 @@ def _response(row: Mapping[Any, Any], samples: int) -> str:
     start = f"{row['pair']}: {percent(row['level'], 'g')} input noise"
     if row["mean"] == row["full_mean"] == 0:
         return f"{start} moves neither this model's attention nor its counterpart's (mean ‖p − p′‖₁ 0 for both)."
-    means = f"mean ‖p − p′‖₁ {number_words(row['mean'], _short)} against {number_words(row['full_mean'], _short)}"
+    mean, full_mean = (number(row[name], 2, unknown="undefined") for name in ("mean", "full_mean"))
+    means = f"mean ‖p − p′‖₁ {mean} against {full_mean}"
     if math.isfinite(row["ratio"]):
-        interval = interval_words(row["low"], row["high"], _short, samples)
+        interval = interval_words(row["low"], row["high"], partial(number, digits=2), samples)
         means += f"; ratio of the medians {row['ratio']:.2g}, {interval}"
     more = "more" if min(row["low"], row["ratio"]) > 1 else "less" if max(row["high"], row["ratio"]) < 1 else ""
     if more:
@@ -352,7 +354,6 @@ def head_correlation(heads: pd.DataFrame) -> Interval:
     return rank_correlation_interval(heads.assign(sample=np.arange(len(heads))), "xi", "gain", RESAMPLES)
 
 
-_short = "{:.2g}".format
 _GAINS = ("gain", "score_gain", "value_gain")
 _FEWEST_HEADS = 10  # for a rank correlation
 

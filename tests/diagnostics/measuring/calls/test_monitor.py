@@ -25,7 +25,7 @@ from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measuring.calls import monitor as monitoring
 from semdiag.measuring.calls import monitor_alarms as monitor_log
 from semdiag.measuring.calls.counted_rows import counted_rows
-from semdiag.measuring.calls.monitor_heads import describe, looked_at, quantities, sampled_rows
+from semdiag.measuring.calls.monitor_heads import describe_layer, looked_at, monitored_columns, sampled_rows
 from semdiag_models import Encoder, ModelConfig
 
 
@@ -391,10 +391,10 @@ def test_a_file_is_one_monitors_alone_until_it_stops(tmp_path, suffix):
             train(model, 1)
     with Monitor(model, every=1, path=path, first_step=2) as second:
         train(model, 1)
-    with first:  # it goes on, after what others have written meanwhile
+    with first:  # it goes on, in place of what another has written meanwhile
         train(model, 1)
     read = pd.read_csv if suffix == "csv" else pd.read_parquet
-    assert read(path)["step"].tolist() == first.table["step"].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert read(path)["step"].tolist() == first.table["step"].tolist() == [0, 0, 1, 1, 2, 2]
     assert second.table["step"].tolist() == [0, 0, 1, 1, 2, 2]
     assert files(tmp_path) == beside(path.name, f"other.{suffix}")
 
@@ -434,6 +434,70 @@ def test_a_file_that_has_the_steps_already_is_continued_with_a_warning(tmp_path)
         for warning in said:
             assert f"goes up to step 1, but this monitor starts at step {first_step}" in str(warning.message)
             assert Path(warning.filename).name == "test_monitor.py"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_training_resumed_before_its_last_look_has_every_step_once(tmp_path, suffix):
+    path, model = tmp_path / f"run.{suffix}", made(encoder)
+    with Monitor(model, every=2, path=path) as first:
+        train(model, 7)
+    with pytest.warns(UserWarning, match=r"up to step 6, but this monitor starts at step 3: its rows from there"):
+        resumed = Monitor(model, every=2, path=path, first_step=3)
+    with resumed:
+        train(model, 2)
+    again = Monitor(model, every=1, path=path, first_step=5)
+    with again:
+        train(model, 1)
+    read = pd.read_csv if suffix == "csv" else pd.read_parquet
+    for name, monitored in ((path, again.table), (path.with_name(f"run-heads.{suffix}"), again.heads)):
+        table = read(name)
+        pd.testing.assert_frame_equal(
+            table.drop(columns="alarm", errors="ignore"),
+            monitored.drop(columns="alarm", errors="ignore"),
+            check_dtype=False,
+        )
+        assert table["step"].unique().tolist() == [0, 2, 4, 5]
+        assert not table.duplicated([*{"step", "layer", "head"} & {*table}]).any()
+    pd.testing.assert_frame_equal(read(path)[:4], first.table[:4], check_dtype=False)
+    assert read(path).loc[4, "dispersion"] != first.table.loc[4, "dispersion"]  # of the resumed training
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_training_that_goes_back_has_every_step_once_and_another_run_follows(tmp_path, suffix):
+    path, model = tmp_path / f"run.{suffix}", made(encoder)
+    read = pd.read_csv if suffix == "csv" else pd.read_parquet
+    with Monitor(model, every=1, path=path) as monitor:
+        train(model, 4)
+        monitor.begin_step(2)
+        train(model, 1)
+    assert monitor.table["step"].tolist() == read(path)["step"].tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.warns(UserWarning, match="its rows follow as another run's"):
+        another = Monitor(model, every=1, path=path)
+    with another:
+        train(model, 2)
+    with pytest.warns(UserWarning, match="will be replaced"):
+        resumed = Monitor(model, every=1, path=path, first_step=1)
+    for _ in range(2):
+        with resumed:
+            train(model, 1)
+    steps = [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]  # the first run is complete
+    assert resumed.table["step"].tolist() == read(path)["step"].tolist() == steps
+
+
+def test_rows_to_be_replaced_are_left_out_as_soon_as_the_file_can_be_written(tmp_path, monkeypatch):
+    path = tmp_path / "run.csv"
+    log = monitor_log.MonitorLog(path, ["step", "layer"], 0)
+    for step in range(4):
+        log.add([{"step": step, "layer": 0}])
+    with monkeypatch.context() as patched:
+        patched.setattr(monitor_log, "_cut", lambda *arguments: open("/dev/null/no"))  # noqa: SIM115
+        for step in (2, 1):
+            with pytest.raises(OSError, match="directory"):
+                log.add([{"step": step, "layer": 1}])
+        assert log.table().to_numpy().tolist() == [[0, 0], [1, 1]]
+        assert pd.read_csv(path)["step"].tolist() == [0, 1, 2, 3]
+    log.close()
+    assert pd.read_csv(path).to_numpy().tolist() == log.table().to_numpy().tolist() == [[0, 0], [1, 1]]
 
 
 def test_a_file_whose_steps_are_no_numbers_is_continued_without_a_word(tmp_path):
@@ -520,7 +584,7 @@ def test_scalars_go_to_a_writer():
     expected = {
         (f"attention/layer_{row['layer']}/head_{row['head']}/{name}", row[name], row["step"])
         for row in monitor.heads.to_dict("records")
-        for name in quantities(())
+        for name in monitored_columns(())
         if not math.isnan(row[name])
     }
     assert {each for each in written if "head_" in each[0]} == expected
@@ -566,7 +630,7 @@ def test_one_k_need_not_stand_in_a_list_and_none_counts_twice():
 def test_rows_without_any_key_have_no_numbers():
     q, keys, nothing = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 2, 3).bool()
     rows = counted_rows(AttentionCall("", 0, q, keys, keys, 1.0, nothing, None, None, q))
-    described = describe(looked_at(rows), ())
+    described = describe_layer(looked_at(rows), ())
     assert described.pop("rows") == 0
     assert set(described) == {"keys", "dispersion", "separation", "xi", "entropy"}
     assert all(math.isnan(number) for number in described.values())
@@ -723,6 +787,17 @@ def test_a_writer_that_fails_stops_neither_the_training_nor_the_file(tmp_path):
     ):
         train(model, 2)
     assert len(pd.read_csv(path)) == len(monitor.table) == 4
+
+
+@pytest.mark.parametrize(
+    "content", [b'"st\nep","la\r\nyer"\n0,0\n', b"step,layer\n0,0\n1,2,3\n", b"", b'step,layer\n"0']
+)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content + b"\n")
+    with pytest.raises(InputError, match=r"rows\.csv cannot be continued") as refused:
+        monitor_log.MonitorLog(path, ["step", "layer"], 0)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_step_of_400_digits_cannot_be_continued(tmp_path):

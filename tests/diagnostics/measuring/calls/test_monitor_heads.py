@@ -25,7 +25,7 @@ from semdiag.measuring.calls.monitor_alarms import (
     rules_of,
     summary_of,
 )
-from semdiag.measuring.calls.monitor_heads import head_columns, quantities, scalars
+from semdiag.measuring.calls.monitor_heads import head_columns, monitored_columns, scalars
 from semdiag.presenting.drawing.panels import NothingToDrawError, monitored_run
 from semdiag_models import Encoder, ModelConfig
 
@@ -340,7 +340,13 @@ def test_a_sample_without_any_key_changes_no_number():
 
 def rows_of_heads(*values):
     """A row for each step and head: ``values`` by step, then by head."""
-    place = {"layer": 0, "module": "", "occurrence": 0, "rows": 8, **dict.fromkeys(quantities(()), math.nan)}
+    place = {
+        "layer": 0,
+        "module": "",
+        "occurrence": 0,
+        "rows": 8,
+        **dict.fromkeys(monitored_columns(()), math.nan),
+    }
     rows = [
         {**place, "step": step, "head": head, "above": value, "alarm": alarm}
         for step, of_step in enumerate(values)
@@ -435,6 +441,29 @@ def test_the_command_tells_the_run_and_draws_it(tmp_path, suffix, capsys):
         with pytest.raises(InputError, match=refused):
             monitor_command(path, out)
     assert (tmp_path / "other.svg").read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+def test_the_figure_shows_the_head_that_alarmed_and_each_quantity_that_did():
+    rows = [
+        {**dict.fromkeys(head_columns(()), 1.0), "step": step, "layer": layer, "head": head, "occurrence": 0,
+         "dispersion": 10.0 - head, "alarm": ""}
+        for step in (0, 5) for layer in (0, 1) for head in (0, 1, 2)
+    ]  # fmt: skip
+    for row in rows:
+        if (row["step"], row["layer"], row["head"]) == (5, 1, 2):
+            row["alarm"] = "dispersion:WARNING key_norm:SEVERE"
+    figure = monitored_run(pd.DataFrame(rows))
+    panels = {ax.get_title("left"): ax for ax in figure.axes if ax.get_title("left")}
+    assert len(panels) == 5
+    (dispersion,) = [ax for title, ax in panels.items() if "dispersion" in title]
+    assert dispersion.images[0].get_array().tolist() == [[10, 10], [10, 8]]
+    marked = [ax for ax in panels.values() if ax.lines]
+    assert [title for title, ax in panels.items() if ax.lines] == [
+        "largest median dispersion δ (nats)", "largest key norm of any head",
+    ]  # fmt: skip
+    for ax in marked:
+        assert ax.lines[0].get_xydata().tolist() == [[1, 1]]
+        assert [text.get_text() for text in ax.texts] == ["head 2"]
 
 
 def _heads(number):

@@ -17,7 +17,7 @@ from torch import nn
 
 from semdiag import InputError, Monitor
 from semdiag.measuring.calls import monitor_heads as monitor_ranks
-from semdiag.measuring.calls.monitor_heads import Look, Ranks, _fingerprint, quantities
+from semdiag.measuring.calls.monitor_heads import Look, Ranks, _fingerprint, monitored_columns
 
 ROOT = Path(__file__).parents[4]
 LARGEST = "max_logit", "query_norm", "key_norm"
@@ -136,7 +136,7 @@ class TestProcesses:
             heads = [row for row in found["shared"][0]["heads"] if row["step"] == step]
             for head, row in enumerate(heads):
                 mine = [part[head] for part in parts]
-                for name in quantities([2]):
+                for name in monitored_columns([2]):
                     values = [(other[name], other["rows"]) for other in mine if not math.isnan(other[name])]
                     if name in LARGEST:
                         assert row[name] == max(value for value, _ in values)
@@ -195,7 +195,7 @@ class TestTwoProcesses:
     def test_ranks_may_look_alone(self, two):
         for rank, saw in enumerate(two["alone"]):
             expected = looked(Exact().train(), own(whole_numbers(), rank, 2))
-            alike(saw["heads"], expected, quantities([2]), abs=0, rel=0)
+            alike(saw["heads"], expected, monitored_columns([2]), abs=0, rel=0)
 
     def test_sharded_weights_are_one_model(self, two):
         expected = looked(blocks(), batch())
@@ -207,7 +207,7 @@ class TestTwoProcesses:
         expected = looked(blocks(), batch(), batch())
         for saw in two["tensor_parallel"]:
             assert without_numbers(pd.DataFrame(saw["heads"])) == without_numbers(expected)
-            alike(saw["heads"], expected, quantities([2]), rel=1e-3, abs=1e-5)  # products of other widths
+            alike(saw["heads"], expected, monitored_columns([2]), rel=1e-3, abs=1e-5)  # products of other widths
 
     def test_distributed_queries_are_named(self, two):
         for saw in two["distributed_queries"]:
@@ -223,6 +223,15 @@ class TestTwoProcesses:
         why = "another rank has ended or stopped its monitor"
         assert first["said"] == [f"The monitor of rank 0 looks at its own rank only from step 2 on: {why}."]
         assert last["said"] == []
+
+    def test_a_forward_of_one_rank_alone_waits_no_longer_than_its_patience(self, two):
+        reasons = "not every rank arrived within 2 s", "another rank has ended or stopped its monitor"
+        for rank, saw in enumerate(two["lone"]):
+            why = f"looks at its own rank only from step 2 on: {reasons[rank]}."
+            assert saw["said"] == [f"The monitor of rank {rank} {why}"]
+            rows = pd.DataFrame(saw["heads"]).groupby("step")["rows"].first().tolist()
+            assert rows == [35, 35, *([21, 21], [14])[rank]]
+        assert two["lone"][0]["seconds"] >= 2
 
     def test_looks_at_different_steps_are_not_mixed(self, two):
         for rank, saw in enumerate(two["other_steps"]):

@@ -5,12 +5,12 @@ import statistics
 
 import torch
 
-from semdiag.measuring.calls.monitor_heads import Look, Reduction, quantities
+from semdiag.measuring.calls.monitor_heads import Look, Reduction, monitored_columns
 
 
 def head(module, number, rows, layer=0, occurrence=0, **values):
     place = {"step": 3, "layer": layer, "head": number, "module": module, "occurrence": occurrence, "rows": rows}
-    return place | dict.fromkeys(quantities(()), math.nan) | values
+    return place | dict.fromkeys(monitored_columns(()), math.nan) | values
 
 
 def look(step, heads, **parts):

@@ -9,9 +9,8 @@ from semdiag.measuring.words import (
     interval_words,
     limit_of_share,
     number,
+    percent,
     percent_span,
-    strict_percent,
-    whole_percent,
 )
 
 
@@ -28,7 +27,7 @@ from semdiag.measuring.words import (
     ],
 )
 def test_only_none_and_all_read_as_0_and_100(share, whole, tenths):
-    assert (whole_percent(share), strict_percent(share)) == (f"{whole}%", f"{tenths}%")
+    assert (percent(share, ".0f", strict=True), percent(share, strict=True)) == (f"{whole}%", f"{tenths}%")
 
 
 @pytest.mark.parametrize(("high", "said"), [(1.0, "100%"), (0.9999, "> 99.9%"), (0.123, "12.3%")])

@@ -11,6 +11,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
+from semdiag.measuring.outputs import _targets_of
 from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.k_sweep.measure import KSweepPlan
@@ -345,6 +346,13 @@ def test_labels_that_are_an_argument_and_fit_nothing_are_refused(labels, said):
     ids = drawn(SAMPLES, LENGTH, least=3).flip(0)
     with pytest.raises(InputError, match=said):
         semdiag.k_sweep(Decoder().eval(), [(ids,)], labels, rerun=True)
+
+
+def test_what_labels_do_not_fit_is_counted_in_words():
+    with pytest.raises(
+        InputError, match=r"logits of 1 sample of 1 prediction among 3 classes\. Got torch\.float32\."
+    ):
+        _targets_of(torch.zeros(1), "labels", torch.zeros(1, 1, 3))
 
 
 def test_labels_behind_the_inputs_of_a_model_that_takes_none_are_sent_to_their_argument():
