@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from semdiag.questions.landscape.measure import LandscapePlan, landscape
+from semdiag.questions.landscape.measure import LandscapePlan, landscape_table
 from semdiag_models import Encoder, ModelConfig
 
 LENGTH, SAMPLES, CELLS = 40, 500, 9
@@ -60,7 +60,7 @@ def main() -> None:
                 float(F.cross_entropy(logits, labels))
 
         def cells(model: Encoder = encoder) -> None:
-            landscape(model, tokens, labels, plan=LandscapePlan(grid=3))
+            landscape_table(model, tokens, labels, plan=LandscapePlan(grid=3))
 
         plain(), cells()
         pairs = [(cpu_seconds(cells), cpu_seconds(plain)) for _ in range(arguments.rounds)]

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
+from semdiag.questions.mask_stability.measure import NoisePlan, noise_tables
 from semdiag_models import Encoder, ModelConfig
 
 LEVELS, DRAWS, BATCH = (0.001, 0.003, 0.01, 0.03, 0.1), 5, 100
@@ -49,11 +49,11 @@ def main() -> None:
         tokens = torch.randint(2, (arguments.samples, 40))
         parts = tokens.split(BATCH)
         forwards(encoder, parts[0][:8])
-        mask_stability(encoder, parts[0][:8], None, plan)
+        noise_tables(encoder, parts[0][:8], None, plan)
         times = []
         for part in parts:
             plain = seconds(partial(forwards, encoder, part))
-            probe = seconds(partial(mask_stability, encoder, part, None, plan, batch_size=BATCH))
+            probe = seconds(partial(noise_tables, encoder, part, None, plan, batch_size=BATCH))
             times.append((plain, probe))
         plain, probe = (sum(column) for column in zip(*times, strict=True))
         ratio = statistics.median(ours / theirs for theirs, ours in times)

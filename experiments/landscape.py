@@ -24,7 +24,7 @@ from semdiag.measuring.encoders.weights import MovableEncoder
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import inputs_of
 from semdiag.presenting.drawing.style import finished, paper_style, save_figure
-from semdiag.questions.landscape.measure import LandscapePlan, landscape
+from semdiag.questions.landscape.measure import LandscapePlan, landscape_table
 from semdiag_models.sweep import SweepRun, read_sweep
 
 HERE = Path(__file__).parent
@@ -50,7 +50,7 @@ def surfaces(checkpoints: Path) -> pd.DataFrame:
         for stage, file in STAGES.items():
             path = checkpoints / name / file
             plan = LandscapePlan(planes=PLANES, grid=CELLS)
-            cells = landscape(load(path), *held_out(path, SAMPLES), plan=plan, seed=0)
+            cells = landscape_table(load(path), *held_out(path, SAMPLES), plan=plan, seed=0)
             parts.append(cells.assign(attention=attention, stage=stage))
             print(attention, stage, flush=True)
     columns = ["attention", "stage", "plane", "x", "y", "place", "loss", "accuracy"]

@@ -37,7 +37,7 @@ from semdiag.questions.bounds.measure import BoundsPlan
 from semdiag.questions.convergence.answer import arrivals, epochs_to
 from semdiag.questions.lipschitz.measure import plane_secants
 from semdiag.questions.mask_stability.measure import MASKS, NoisePlan
-from semdiag.questions.stability.measure import SecantsPlan, local_stability, with_bounds
+from semdiag.questions.stability.measure import SecantsPlan, query_stability, with_bounds
 from semdiag_files import InputError
 from semdiag_models import ListOpsTrees
 from semdiag_models.tasks import find_task, listops_task
@@ -125,7 +125,7 @@ def candidates_at(
     values = {
         "dispersion": measured.queries["dispersion"].median(),
         **_weights_and_outputs(snapshot, tokens, few),
-        "xi_local": local_stability(measured.queries).median(),
+        "xi_local": query_stability(measured.queries).median(),
         "response": secants["weight_change"].mean(),
         "mask_agreement": masks["agreement"].mean() if len(masks) else 1.0,
         "query_key_gradient": _query_key_share(measured.parameters),

@@ -26,8 +26,8 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
 from semdiag.measuring.training_runs import RUNS
-from semdiag.questions.lipschitz.measure import LipschitzPlan, lipschitz
-from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
+from semdiag.questions.lipschitz.measure import LipschitzPlan, lipschitz_tables
+from semdiag.questions.mask_stability.measure import NoisePlan, noise_tables
 from semdiag_models import TrainingConfig, configure, find_task, open_run, train_run
 
 pytestmark = pytest.mark.slow  # of finished studies
@@ -322,7 +322,7 @@ def test_entropy_and_spread_are_those_of_weights_computed_by_hand(full, models):
 def test_masks_agree_as_often_as_the_probe_says(topk, models):
     model = models["topk"]
     tokens, labels, _ = model.default_inputs(10, 0)
-    masks, _ = mask_stability(model, tokens, labels, NoisePlan((0.01,)), dtype=torch.float64)
+    masks, _ = noise_tables(model, tokens, labels, NoisePlan((0.01,)), dtype=torch.float64)
     assert value(topk, "mask_agreement") == pytest.approx(math.log(masks["agreement"].mean()), abs=1e-6)
 
 
@@ -330,7 +330,7 @@ def test_the_slope_is_that_of_the_same_planes_in_the_lipschitz_probe(topk, model
     model = models["topk"]
     tokens, labels, _ = model.default_inputs(10, 0)
     plan = LipschitzPlan(samples=10, planes=8, directions=4, draws=5, radius=RADIUS)
-    probed = lipschitz(model, tokens, labels, plan=plan, seed=0)["loss_secants"]
+    probed = lipschitz_tables(model, tokens, labels, plan=plan, seed=0)["loss_secants"]
     largest = probed[(probed["group"] == "all") & (probed["radius"] == RADIUS)]
     assert value(topk, "loss_secant") == pytest.approx(math.log(largest["slope"].median()), rel=1e-9)
 

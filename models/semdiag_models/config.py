@@ -63,8 +63,10 @@ class ModelConfig(Record):
     vocabulary_size: int = limited(_SIZE)  # number of token ids of inputs, including PAD (the last one)
     classes: int = limited(_SIZE)
     length: int = limited(_SIZE)  # number of tokens of the longest input
-    attention: str = _model("full", "Kind of attention; see [bold]semdiag list attentions[/].")
-    k: int | None = _model(None, "Keys that each query keeps; in lsh of a bucket, in routing of a cluster.", _SIZE)
+    attention: str = _model("full", "Kind of attention; see [bold]semdiag list attentions[/].", common=True)
+    k: int | None = _model(
+        None, "Keys that each query keeps; in lsh of a bucket, in routing of a cluster.", _SIZE, common=True
+    )
     blocks: int = _model(5, "Number of transformer blocks.", _SIZE, shown="recipe")
     width: int = _model(64, "Width of the residual stream.", _SIZE, shown="recipe")
     mlp_width: int = _model(64, "Width of the hidden layer of the MLPs.", _SIZE, shown="recipe")
@@ -228,17 +230,21 @@ class TrainingConfig(Record):
     task: str
     length: int = _data(
         MISSING, "Tokens per sample; 5:20 draws every sample's length. Default: recipe, or a text's mean line.",
-        _COUNT, flags="--length --window", metavar="N or LOW:HIGH", shown="",
+        _COUNT, flags="--length --window", metavar="N or LOW:HIGH", shown="", common=True
     )  # fmt: skip
-    epochs: int = _steps(MISSING, "Epochs to train.", _COUNT, shown="recipe")
-    seed: int = _data(153476998, "Seed of data, initialisation, dropout and batch order.", _SEED)
+    epochs: int = _steps(MISSING, "Epochs to train.", _COUNT, shown="recipe", common=True)
+    seed: int = _data(153476998, "Seed of data, initialisation, dropout and batch order.", _SEED, common=True)
     train_samples: int = _data(
         5000, "Samples to train on. Default: 5000, or all windows of a text.", _COUNT, shown=""
     )
     holdout_samples: int = _data(2000, "Samples to hold out. Default: 2000, or all windows.", _COUNT, shown="")
     batch_size: int = _steps(25, "Samples per step.", _COUNT, shown="recipe")
     learning_rate: float = _steps(
-        0.1, "Learning rate at the start. Default: recipe; 0.001 for adam and adamw.", "(0, inf)", shown=""
+        0.1,
+        "Learning rate at the start. Default: recipe; 0.001 for adam and adamw.",
+        "(0, inf)",
+        shown="",
+        common=True,
     )
     learning_rate_decay: float = _steps(0.9995, "Factor on the rate after each epoch.", "(0, inf)", shown="recipe")
     gradient_clip: float = _steps(0.5, "Clip gradients to this 2-norm.", "(0, inf]")
@@ -249,7 +255,9 @@ class TrainingConfig(Record):
     weight_decay: float | None = _steps(
         None, "Weight decay. Default: 0.01 for adamw, 0 for the others.", "[0, inf)"
     )
-    until: float | None = _steps(None, "Stop at this training accuracy, like 0.999, after an epoch.", "(0, 1]")
+    until: float | None = _steps(
+        None, "Stop at this training accuracy, like 0.999, after an epoch.", "(0, 1]", common=True
+    )
     precision: str = field(default="float32", metadata={"choices": PRECISIONS})  # of the steps; no longer a choice
     compiled: bool = _steps(
         False, "Use torch.compile: for long inputs on CUDA, refused on a CPU.", flags="--compile"

@@ -3,17 +3,19 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from semdiag.commands.measuring import FORMATS
 from semdiag.presenting import options
-from semdiag.presenting.question import Asked, Question
+from semdiag.presenting.question import CHECKPOINTS, Question, Request
 from semdiag.presenting.terminal import beside_json, say, tell, terminal
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from semdiag.capturing.loading import LoadedModel
 
 _judged = partial(options.option, panel="What is judged")
 
@@ -31,12 +33,16 @@ def _check(
     tolerance: Annotated[float, _judged("With --baseline: how far a number may move, as a share of it.")] = 0.05,
     every_layer: Annotated[bool, _judged(
         "Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not hold in "
-        "half of the layers or more.", "--every-layer",
+        "half of the layers or more.", "--every-layer", rare=True,
     )] = False,
-    junit: Annotated[Path | None, _judged("Also write the verdicts to this file, as JUnit XML.")] = None,
-    exit_zero: Annotated[bool, _judged("Report failures, but exit with code 0.", "--exit-zero")] = False,
+    junit: Annotated[Path | None, _judged(
+        "Also write the verdicts to this file, as JUnit XML.", rare=True,
+    )] = None,
+    exit_zero: Annotated[bool, _judged(
+        "Report failures, but exit with code 0.", "--exit-zero", rare=True,
+    )] = False,
     *,
-    shared: Asked,
+    request: Request,
 ) -> None:  # fmt: skip
     """Check that top-k attention has the smaller dispersion: δ_h < δ_s. Made for CI.
 
@@ -54,27 +60,25 @@ def _check(
     from semdiag.reporting.gate import PROBED, junit_xml, parse_rule, read_baseline, verify
     from semdiag_files import InputError, write_text
 
-    if junit is not None and junit.is_dir():
-        raise InputError(f"{junit} is a folder. Name a file with --junit FILE.")
-    if junit is not None and not junit.parent.is_dir():
-        raise InputError(f"{junit} cannot be written: there is no folder {junit.parent}.")
+    if junit is not None:
+        _check_junit(junit)
     if not 0 <= tolerance < float("inf"):
         raise InputError(f"--tolerance must be a fraction of at least 0, like 0.05. Got {tolerance}.")
-    if baseline is None and "tolerance" in shared.typed:
+    if baseline is None and "tolerance" in request.typed:
         raise InputError("--tolerance applies to the numbers of a baseline: add --baseline FILE.")
-    known = None if baseline is None else read_baseline(baseline)
+    earlier = None if baseline is None else read_baseline(baseline)
     rules = [parse_rule(text) for text in rule or ()]
-    paired = not rules and known is None  # which applies to encoders only
-    conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
-    findings, _ = shared.measured(shared.values["models"], conditions)
-    result = verify(findings, rules, known, tolerance, every_layer)
+    paired = not rules and earlier is None  # which applies to encoders only
+    conditions = request.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
+    findings, _ = request.measured(request.values["models"], conditions)
+    result = verify(findings, rules, earlier, tolerance, every_layer)
     if junit is not None:
         write_text(junit, junit_xml(result))
-    if not shared.values["quiet"]:
-        with beside_json(shared.values["as_json"]):
+    if not request.values["quiet"]:
+        with beside_json(request.values["as_json"]):
             say(conclusion(result))
             print_check(result)
-    if shared.values["as_json"]:
+    if request.values["as_json"]:
         typer.echo(json.dumps(result.summary(), allow_nan=False))
     for words in result.failures:
         tell(f"semdiag: {words}.")
@@ -82,8 +86,22 @@ def _check(
         raise typer.Exit(1)
 
 
+def _check_junit(file: Path) -> None:
+    from semdiag_files import InputError
+
+    if file.is_dir():
+        raise InputError(f"{file} is a folder. Name a file with --junit FILE.")
+    if not file.parent.is_dir():
+        raise InputError(f"{file} cannot be written: there is no folder {file.parent}.")
+
+
 CHECK = Question(
-    "check", __name__, ask=_check, takes=("models",), leave_out=("seed", "min_keys", "out", "per_query", "figures")
+    "check",
+    __name__,
+    ask=_check,
+    takes=("models",),
+    leave_out=("seed", "min_keys", "out", "per_query", "figures"),
+    panel=CHECKPOINTS,
 )
 
 
@@ -208,48 +226,67 @@ def info(
     """
     from rich.table import Column, Table
 
-    from semdiag.capturing.loading import describe_model, load_all
+    from semdiag.capturing.loading import load_all
     from semdiag.commands.measuring import read_config
-    from semdiag_models.text import perplexity
 
     (loaded,) = load_all([model], read_config(config), head)
-    last = {name: column[-1] for name, column in loaded.history.items() if column}
-    training = loaded.training.to_dict() if loaded.training is not None else {}
-    text = training.pop("text", None)
-    if text is not None:
-        text["model"] = f"SentencePiece, {len(text['model']) * 3 // 4:,} bytes"
-        last.update({f"{split}_perplexity": perplexity(last[f"{split}_loss"]) for split in _SPLITS if last})
-    wrong = loaded.contradicted_by
-    places = " and ".join(wrong or loaded.recorded_weights)
-    recorded = (
-        f"NOT those recorded in {places}" if wrong else f"as recorded in {places}" if places else "not recorded"
-    )
-    sections = {
-        "checkpoint": {name: getattr(loaded, attribute) for name, attribute in _FACTS.items()}
-        | {"verified": recorded},
-        "model": describe_model(loaded),
-        "training": training,
-        **({"text": text} if text is not None else {}),
-        "last epoch": last,
-        "provenance": loaded.provenance,
-    }
+    recorded = _recorded_weights(loaded)
+    sections = _sections(loaded, recorded)
     if as_json:
         from semdiag.measuring.findings.findings import MODEL_FACTS, json_ready, schema
 
-        chosen = {} if loaded.external else loaded.encoder.config.to_dict()
-        known = (loaded.path, loaded.sha256, loaded.task, chosen.get("attention"), chosen.get("k"), loaded.epoch)
-        content = {"results": [dict(zip(MODEL_FACTS, known, strict=True))], **sections}
+        config_values = {} if loaded.external else loaded.encoder.config.to_dict()
+        attention = config_values.get("attention")
+        facts = (loaded.path, loaded.sha256, loaded.task, attention, config_values.get("k"), loaded.epoch)
+        content = {"results": [dict(zip(MODEL_FACTS, facts, strict=True))], **sections}
         typer.echo(json.dumps(json_ready({"schema": schema("info"), **content}), allow_nan=False))
-        raise typer.Exit(bool(wrong))
+        raise typer.Exit(bool(loaded.contradicted_by))
     say(f"{loaded.path}: weights {recorded}.")
     console = terminal()
     for title, entries in sections.items():
         table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
         for name, value in entries.items():
-            said = f"{value:.6g}" if isinstance(value, float) else str(value)
-            table.add_row(name, "–" if value is None or said in ("", "unknown") else said)
+            table.add_row(name, _cell(value))
         console.print(table if entries else f"{title}: not in this file")
-    raise typer.Exit(bool(wrong))
+    raise typer.Exit(bool(loaded.contradicted_by))
+
+
+def _recorded_weights(loaded: "LoadedModel") -> str:
+    """Return whether the weights have the recorded hash, and where that stands."""
+    if loaded.contradicted_by:
+        return f"NOT those recorded in {' and '.join(loaded.contradicted_by)}"
+    if loaded.recorded_weights:
+        return f"as recorded in {' and '.join(loaded.recorded_weights)}"
+    return "not recorded"
+
+
+def _sections(loaded: "LoadedModel", recorded: str) -> dict[str, dict[str, Any]]:
+    """Return what is in a checkpoint, by the titles of its parts."""
+    from semdiag.capturing.loading import describe_model
+    from semdiag_models.text import perplexity
+
+    checkpoint = {name: getattr(loaded, attribute) for name, attribute in _FACTS.items()}
+    training = {} if loaded.training is None else loaded.training.to_dict()
+    last_epoch = {name: column[-1] for name, column in loaded.history.items() if column}
+    sections = {
+        "checkpoint": checkpoint | {"verified": recorded},
+        "model": describe_model(loaded),
+        "training": training,
+    }
+    text = training.pop("text", None)
+    if text is not None:
+        text["model"] = f"SentencePiece, {len(text['model']) * 3 // 4:,} bytes"
+        sections["text"] = text
+        if last_epoch:
+            perplexities = {f"{split}_perplexity": perplexity(last_epoch[f"{split}_loss"]) for split in _SPLITS}
+            last_epoch |= perplexities
+    return sections | {"last epoch": last_epoch, "provenance": loaded.provenance}
+
+
+def _cell(value: Any) -> str:
+    """Return a value as the table of ``semdiag info`` shows it."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return "–" if value is None or text in ("", "unknown") else text
 
 
 def monitor(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -22,10 +22,16 @@ from semdiag.commands.measuring import command_line, figure_formats, output_fold
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 from semdiag.presenting import options
-from semdiag.presenting.question import SAMPLING, Asked, Question
+from semdiag.presenting.question import CHECKPOINTS, PANELS, SAMPLING, TRAINING, YOUR_MODEL, Question, Request
 from semdiag.presenting.terminal import apart_from_json, beside_json, say, speak_any_language, tell
 from semdiag.questions import registry
 from semdiag.questions.registry import QUESTIONS
+
+if TYPE_CHECKING:
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.plan import ReportOptions
+
+    _Drawn = tuple[Findings, Path, dict[str, Any]]  # what was drawn, its page, and its content as plain values
 
 _REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # allowed with --from
 _PROBE_SAMPLES = 100  # for questions with a command of their own: enough for a first look
@@ -36,13 +42,15 @@ def _report(
     noise: Annotated[str, options.NOISE] = "0.01",
     redraw: Annotated[Path | None, typer.Option(
         "--from", help="Redraw a report from its folder, if it was made with --keep-queries; no model is needed.",
+        hidden=True,
     )] = None,
     keep_queries: Annotated[bool, typer.Option(
         "--keep-queries", help="Keep every query in the report's data/, so that --from can redraw it.",
+        hidden=True,
     )] = False,
     thorough: Annotated[bool, options.option(
         "Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
-        "--thorough",
+        "--thorough", rare=True,
     )] = False,
     minutes: Annotated[float, options.option(
         "Also run an external model with sparse attention, on as many samples as fit into about this many "
@@ -51,69 +59,24 @@ def _report(
     lengths: Annotated[str, options.option(
         "Also run an external model on pieces of these lengths, cut from as many samples.", metavar="L,L",
     )] = "",
-    show: Annotated[bool, options.output_option("Open the page in the browser.", "--open")] = False,
+    show: Annotated[bool, options.output_option("Open the page in the browser.", "--open", rare=True)] = False,
     *,
-    shared: Asked,
+    request: Request,
 ) -> None:  # fmt: skip
     """Measure everything and write one report: a page with the verdict, figures, tables and caveats.
 
     The page opens from disk in any browser. Without a MODEL, [bold]semdiag report[/] reports on every run in
     ./checkpoints.
     """
-    from semdiag.measuring.findings.findings import Findings
-    from semdiag.measuring.measurements import Measurements
-    from semdiag.measuring.plan import ReportOptions
     from semdiag.presenting.answer import MOST
-    from semdiag.presenting.progress import Stages
     from semdiag.presenting.tables import say_sentences
-    from semdiag.reporting.report import kept_page, one_text_page, write_report
-    from semdiag_files import InputError
 
-    values = shared.values
-    formats = figure_formats(values["figures"])
+    values = request.values
     if redraw is not None:
-        if values["models"]:
-            raise InputError("--from draws saved measurements: do not name models with it.")
-        if unused := shared.typed - _REDRAWING:
-            names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in unused))
-            raise InputError(f"--from draws saved measurements as they are: leave out {names}.")
-        whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not just its data folder
-        findings = Findings(Measurements.load(redraw / "data" if whole else redraw, registry.tables().values()))
-        look = kept_page(redraw)
+        findings, page, content = _redraw(redraw, request, keep_queries)
     else:
-        ks = options.whole_numbers(values["k"], "--k")
-        smallest = min((each for each in ks if each > 0), default=None)  # smaller ones are refused with the inputs
-        levels = options.positive_numbers(noise, "--noise")
-        pieces = options.whole_numbers(lengths, "--lengths") if lengths else ()
-        if pieces and not minutes:
-            raise InputError("--lengths runs the model with masks, and --rerun-minutes 0 does not: leave one out.")
-        asked = ReportOptions(levels, values["seed"], smallest, thorough, 60 * minutes or None, pieces)
-        reported_plans = [kind.for_report(asked) for kind in registry.plans()]
-        plans = tuple(plan for plan in reported_plans if plan is not None)
-        few = {"probe_samples": _PROBE_SAMPLES, "k_lowers": "k" not in shared.typed}
-        conditions = shared.conditions(keep_queries, k=ks, plans=plans, **few)
-        findings, loaded = shared.measured(values["models"], conditions, keep_queries=keep_queries)
-        with apart_from_json(values["as_json"]):
-            look = one_text_page(loaded, conditions)
-    models = [str(model) for model in findings.measurements.models["model"]]
-    folder = shared.folder or output_folder("report", models, values["out"])
-    try:
-        with Stages("drawing", 1, values["quiet"]) as bar:
-            page, content = write_report(
-                findings, folder, command_line(), formats, keep_queries, progress=bar, look=look
-            )
-    except Exception as error:
-        if redraw is None and keep_queries and not isinstance(error, InputError):
-            place = shared.folder.path
-            saved = Path(tempfile.mkdtemp(prefix=f"{place.name}-measurements-", dir=place.parent))
-            findings.measurements.save(saved)
-            tell(f"semdiag: the report was not drawn. Its measurements are kept: semdiag report --from {saved}")
-        if redraw is None or isinstance(error, InputError) or not isinstance(error, _UNFITTING):
-            raise
-        said = " ".join(str(error).split())[:120]
-        raise InputError(
-            f"{redraw} cannot be drawn: its files do not fit together ({type(error).__name__}: {said})."
-        ) from error
+        report_options = _report_options(noise, thorough, minutes, lengths, values)
+        findings, page, content = _measure_and_draw(report_options, request, keep_queries)
     if values["as_json"]:
         typer.echo(json.dumps(content))
     if not values["quiet"]:
@@ -125,39 +88,132 @@ def _report(
     refuse_failed(findings, "--rerun-minutes 0")
 
 
-REPORT = Question("report", __name__, ask=_report, takes=("models", "k", *SAMPLING), defaults={"k": "5"})
+def _report_options(
+    noise: str, thorough: bool, minutes: float, lengths: str, values: dict[str, Any]
+) -> "ReportOptions":
+    """Return the options that plans read for a report."""
+    from semdiag.measuring.plan import ReportOptions
+    from semdiag_files import InputError
+
+    ks = options.whole_numbers(values["k"], "--k")
+    smallest = min((k for k in ks if k > 0), default=None)  # smaller ones are refused with the inputs
+    levels = options.positive_numbers(noise, "--noise")
+    pieces = options.whole_numbers(lengths, "--lengths") if lengths else ()
+    if pieces and not minutes:
+        raise InputError("--lengths runs the model with masks, and --rerun-minutes 0 does not: leave one out.")
+    return ReportOptions(levels, values["seed"], smallest, thorough, 60 * minutes or None, pieces)
 
 
-# Options that --help leaves to --help-all: what few people change.
-_RARE = (
-    "max_length tokenizer labels batch_size dtype seed min_keys queries max_queries config head jobs ray "
-    "per_query figures quiet max_k every thorough keep_queries redraw show junit exit_zero every_layer layout "
-    "keys draws absolute block dtype_b mlp_width head_width activation dropout inverse_temperature "
-    "pad_as_token norm pooling hash_rounds hash_bits hashes clusters centroid_decay score_gradient "
-    "holdout_samples fresh_samples seeds learning_rate_decay gradient_clip optimizer weight_decay precision "
-    "compiled query_key_scale frozen exact snapshots overwrite threads text holdout_text vocabulary heads "
-    "width blocks global_tokens train_samples gpus_per_run in_a_step retries records planes radius grid "
+def _measure_and_draw(report_options: "ReportOptions", request: Request, keep_queries: bool) -> "_Drawn":
+    """Measure what every question of a report needs, and draw it; what was measured is saved if drawing fails."""
+    from semdiag.presenting.progress import Stages
+    from semdiag.reporting.report import one_text_page, write_report
+    from semdiag_files import InputError
+
+    values = request.values
+    formats = figure_formats(values["figures"])
+    plans = [plan for kind in registry.plans() if (plan := kind.for_report(report_options)) is not None]
+    conditions = request.conditions(
+        keep_queries,
+        k=options.whole_numbers(values["k"], "--k"),
+        plans=tuple(plans),
+        probe_samples=_PROBE_SAMPLES,
+        k_lowers="k" not in request.typed,
+    )
+    findings, loaded = request.measured(values["models"], conditions, keep_queries=keep_queries)
+    with apart_from_json(values["as_json"]):
+        look = one_text_page(loaded, conditions)
+    folder = request.folder
+    try:
+        with Stages("drawing", 1, values["quiet"]) as bar:
+            page, content = write_report(
+                findings, folder, command_line(), formats, keep_queries, progress=bar, look=look
+            )
+    except Exception as error:
+        if keep_queries and not isinstance(error, InputError):
+            prefix = f"{folder.path.name}-measurements-"
+            saved = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.path.parent))
+            findings.measurements.save(saved)
+            tell(f"semdiag: the report was not drawn. Its measurements are kept: semdiag report --from {saved}")
+        raise
+    return findings, page, content
+
+
+def _redraw(folder: Path, request: Request, keep_queries: bool) -> "_Drawn":
+    """Draw the saved measurements of a report once more."""
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.measurements import Measurements
+    from semdiag.presenting.progress import Stages
+    from semdiag.reporting.report import kept_page, write_report
+    from semdiag_files import InputError
+
+    values = request.values
+    formats = figure_formats(values["figures"])
+    if values["models"]:
+        raise InputError("--from draws saved measurements: do not name models with it.")
+    if unused := request.typed - _REDRAWING:
+        names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in unused))
+        raise InputError(f"--from draws saved measurements as they are: leave out {names}.")
+    data = folder / "data"
+    if not (data / "models.parquet").exists():  # the data folder itself
+        data = folder
+    findings = Findings(Measurements.load(data, registry.tables().values()))
+    look = kept_page(folder)
+    models = [str(model) for model in findings.measurements.models["model"]]
+    out = output_folder("report", models, values["out"])
+    try:
+        with Stages("drawing", 1, values["quiet"]) as bar:
+            page, content = write_report(
+                findings, out, command_line(), formats, keep_queries, progress=bar, look=look
+            )
+    except InputError:
+        raise
+    except _UNFITTING as error:
+        text = " ".join(str(error).split())[:120]
+        raise InputError(
+            f"{folder} cannot be drawn: its files do not fit together ({type(error).__name__}: {text})."
+        ) from error
+    return findings, page, content
+
+
+REPORT = Question(
+    "report",
+    __name__,
+    ask=_report,
+    takes=("models", "k", *SAMPLING),
+    defaults={"k": "5"},
+    panel=YOUR_MODEL,
+    pictured=True,
 )
+
+
 _PLACEHOLDERS = {"<int": "N", "<float": "X", "<path": "PATH", "<str": "TEXT", "<bool": ""}  # by Typer's own
 
 
 class RepeatedOptions(TyperCommand):
     """A command with short and whole help; ``--k 8 --k 32`` is ``--k 8,32`` where the placeholder has commas."""
 
-    whole = False  # whether the help shows every option
+    every_option = False  # whether the help shows the rare ones, too
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        # An option without help has another name today, and is never shown.
+        self.rare = [param for param in self.params if getattr(param, "hidden", False) and param.help]
+        for param in self.rare:
+            param.hidden = False  # only --help leaves it out: completion offers it
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; without the rare options unless all were asked for."""
-        rare = [p for p in self.params if p.name in _RARE.split() and (p.name, self.name) != ("seed", "train")]
         for param in self.params:
-            param.hidden = param in rare and not self.whole  # type: ignore[attr-defined]
-            own = param.display_type(ctx) if hasattr(param, "display_type") else ""  # since Typer 0.26
+            kind = param.display_type(ctx) if hasattr(param, "display_type") else ""  # since Typer 0.26
             if param.param_type_name == "argument":
                 param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
             elif getattr(param, "metavar", None) is None:
-                param.metavar = _PLACEHOLDERS.get(own.split()[0].rstrip(">")) if own else None
-        if rare and not self.whole:
-            self.epilog = f"{len(rare)} more options: {ctx.command_path} --help-all"
+                param.metavar = _PLACEHOLDERS.get(kind.split()[0].rstrip(">")) if kind else None
+        for param in self.rare:
+            param.hidden = not self.every_option
+        if self.rare and not self.every_option:
+            self.epilog = f"{len(self.rare)} more options: {ctx.command_path} --help-all"
         super().format_help(ctx, formatter)
 
     def make_parser(self, ctx: Any) -> Any:
@@ -237,31 +293,32 @@ def _add(name: str, command: Callable[..., None], panel: str) -> None:
     app.command(name, cls=RepeatedOptions, help=help_text, rich_help_panel=panel)(command)
 
 
-def add(question: Question, panel: str = "Attention, quantity by quantity") -> None:
+def add(question: Question) -> None:
     """Add the command of a question."""
-    _add(question.name, with_options(question), panel)
+    _add(question.name, with_options(question), question.panel)
 
 
-# The groups of --help, in this order; any other question is one about a quantity.
-_PANELS = {
-    "Your model: from Hugging Face, or built by a function of yours": (
-        "report", "k-sweep", "look", "compare", "selections",
-    ),
-    "Attention, quantity by quantity": (),
-    "Training": ("train", "sweep", "monitor", "convergence"),
-    "Checkpoints": ("info", "check", "list"),
-}  # fmt: skip
-_commands = {name: with_options(each) for name, each in QUESTIONS.items() if each.help or each.ask}
-_commands |= {"report": with_options(REPORT), "check": with_options(CHECK), "train": train, "sweep": sweep}
-_commands |= {"info": info, "monitor": monitor, "list": list_names}
-_named = {name for names in _PANELS.values() for name in names}
-for title, names in _PANELS.items():
-    for name in names or (name for name in _commands if name not in _named):
-        _add(name, _commands[name], title)
+def _commands() -> list[tuple[str, Callable[..., None], str]]:
+    """Return name, function and group of every command, in the order of ``semdiag --help``."""
+    commands = [
+        ("train", train, TRAINING),
+        ("sweep", sweep, TRAINING),
+        ("monitor", monitor, TRAINING),
+        ("info", info, CHECKPOINTS),
+        (CHECK.name, with_options(CHECK), CHECK.panel),
+        ("list", list_names, CHECKPOINTS),
+    ]
+    questions = [REPORT, *(question for question in QUESTIONS.values() if question.help or question.ask)]
+    commands += [(question.name, with_options(question), question.panel) for question in questions]
+    return sorted(commands, key=lambda command: PANELS.index(command[2]))
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+for name, command, panel in _commands():
+    _add(name, command, panel)
+
+
+def _show_version(show: bool) -> None:
+    if show:
         typer.echo(version("semdiag"))
         raise typer.Exit
 
@@ -280,14 +337,7 @@ def _options(
 
 def main() -> None:
     """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted."""
-    speak_any_language()
-    os.environ["MPLBACKEND"] = "agg"  # figures become files, whatever the user's programs show them with
-    debug = "--debug" in sys.argv[1:]
-    sys.argv = [word for word in sys.argv if word != "--debug"]  # it may stand anywhere; no command takes it
-    RepeatedOptions.whole = "--help-all" in sys.argv[1:]
-    sys.argv = ["--help" if word == "--help-all" else word for word in sys.argv]
-    warnings.filterwarnings("default", category=UserWarning, module="semdiag")  # said, never raised
-    warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
+    debug = _prepare()
     if not all(map(str.strip, sys.argv[1:])):  # as a path, an empty word would be the working folder
         _refuse("An argument of the command is empty. Is a shell variable unset?")
     try:
@@ -299,35 +349,60 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         _leave_unread()
-    except SystemExit as left:
-        if not isinstance(left.__context__, BrokenPipeError):
-            *_, (last, _) = traceback.walk_tb(left.__traceback__)
-            if last.f_globals["__name__"].partition(".")[0] in ("typer", "click", "rich"):  # completion of words
-                raise
-            _refuse(f"The model's code ended the program ({_raised(left)}).")
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            _refuse_end(end)
         _leave_unread()  # Typer and rich exit like this, with the exit code of a failed check
-    except UnicodeEncodeError as error:
-        other = "" if sys.getfilesystemencoding() == "utf-8" else ", or set PYTHONUTF8=1 if it is UTF-8"
-        _refuse(f"{error.object[:200]!r} holds bytes that are not text here. Rename the file{other}.")
-    except OSError as error:  # a full disk, a name that is too long, a folder without permission
-        _refuse(f"{error.filename or 'A file'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:
-        # Looked up, not imported: importing the package would import torch, and make --help slow.
-        errors = sys.modules.get("semdiag_files.errors")
-        if errors is not None and isinstance(error, errors.InputError):
-            _refuse(str(error))
-        if isinstance(error, ModuleNotFoundError) and error.name in _LIBRARIES:
-            _refuse(f"{error.name} is not installed. Install it with: pip install {error.name}")
-        if "device-side assert" in str(error):  # CUDA tells of an index later, wherever that may be, and not which
-            _refuse(
-                "An index lies outside its table on the GPU, most often a token beyond the model's vocabulary. "
-                "The same command with --device cpu says which."
-            )
+        _refuse_input(error)
         _give_up(error, debug)
     except BaseException as error:  # of no kind that a library would raise
         _refuse(f"The model's code ended the program ({_raised(error)}).")
     else:
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _prepare() -> bool:
+    """Set up streams, warnings and figures, take out words that no command takes; return whether to debug."""
+    speak_any_language()
+    os.environ["MPLBACKEND"] = "agg"  # figures become files, whatever the user's programs show them with
+    debug = "--debug" in sys.argv[1:]
+    sys.argv = [word for word in sys.argv if word != "--debug"]  # it may stand anywhere; no command takes it
+    RepeatedOptions.every_option = "--help-all" in sys.argv[1:]
+    sys.argv = ["--help" if word == "--help-all" else word for word in sys.argv]
+    warnings.filterwarnings("default", category=UserWarning, module="semdiag")  # said, never raised
+    warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
+    return debug
+
+
+def _refuse_end(end: SystemExit) -> NoReturn:
+    """Tell that a model's code ended the program, unless a library of the command line did."""
+    *_, (last, _) = traceback.walk_tb(end.__traceback__)
+    if last.f_globals["__name__"].partition(".")[0] in ("typer", "click", "rich"):  # completion of words
+        raise end
+    _refuse(f"The model's code ended the program ({_raised(end)}).")
+
+
+def _refuse_input(error: Exception) -> None:
+    """End with one line for an error of the user's input, files or machine; return from one of semdiag's own."""
+    # Looked up, not imported: importing the package would import torch, and make --help slow.
+    errors = sys.modules.get("semdiag_files.errors")
+    if errors is not None and isinstance(error, errors.InputError):
+        _refuse(str(error))
+    if isinstance(error, UnicodeEncodeError):
+        remedy = "Rename the file."
+        if sys.getfilesystemencoding() != "utf-8":
+            remedy = "Rename the file, or set PYTHONUTF8=1 if it is UTF-8."
+        _refuse(f"{error.object[:200]!r} holds bytes that are not text here. {remedy}")
+    if isinstance(error, OSError):  # a full disk, a name that is too long, a folder without permission
+        _refuse(f"{error.filename or 'A file'} cannot be read or written: {error.strerror or error}.")
+    if isinstance(error, ModuleNotFoundError) and error.name in _LIBRARIES:
+        _refuse(f"{error.name} is not installed. Install it with: pip install {error.name}")
+    if "device-side assert" in str(error):  # CUDA tells of an index later, wherever that may be, and not which
+        _refuse(
+            "An index lies outside its table on the GPU, most often a token beyond the model's vocabulary. "
+            "The same command with --device cpu says which."
+        )
 
 
 def _explain(error: _UsageError) -> NoReturn:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -69,10 +69,10 @@ def _with_reference(paths: list[Path], against: Path) -> list[Path]:
     reference = find_checkpoints([against])
     if len(reference) != 1:
         raise InputError(f"--against takes one checkpoint. {against} holds {len(reference)}.")
-    others = [path for path in paths if path.resolve() != reference[0].resolve()]
-    if not others:
+    compared = [path for path in paths if path.resolve() != reference[0].resolve()]
+    if not compared:
         raise InputError(f"There is nothing to compare: name a model besides --against {against}.")
-    return [*others, *reference]
+    return [*compared, *reference]
 
 
 def check_per_query(path: Path | None) -> None:
@@ -110,13 +110,13 @@ _OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", 
 
 
 @dataclass
-class Asked:
-    """What the user typed: implements :class:`semdiag.presenting.question.Asked`."""
+class TypedRequest:
+    """What the user typed: implements :class:`semdiag.presenting.question.Request`."""
 
     question: Question
     values: dict[str, Any]
     typed: frozenset[str]
-    held: ExitStack = field(default_factory=ExitStack)  # closed when the command ends
+    resources: ExitStack = field(default_factory=ExitStack)  # closed when the command ends
     folder: "ReportFolder | None" = None  # of the page; this command's alone once the models are known
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
@@ -130,7 +130,8 @@ class Asked:
         if (folder := self.values.get("out")) is not None:
             check_folder(folder, keep_queries)
         values = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
-        values |= {"k": options.whole_numbers(self.values["k"], "--k")} if "k" in self.values else {}
+        if "k" in self.values:
+            values["k"] = options.whole_numbers(self.values["k"], "--k")
         texts = TextOptions(*(self.values.get(name) for name in _OF_TEXTS))
         more = {"config": read_config(self.values.get("config")), **self.question.conditions, **more}
         return Conditions(**{**values, "texts": texts, **more})
@@ -145,79 +146,110 @@ class Asked:
         keep_queries: bool = False,
     ) -> "tuple[Findings, Sequence[LoadedModel]]":
         """Find the checkpoints, load them, reserve the page's folder and measure, with progress on stderr."""
-        from semdiag.capturing.attention_call import DENSE, external
-        from semdiag.capturing.audit import WARNING
-        from semdiag.capturing.loading import find_checkpoints, load_all, without_other_files
-        from semdiag.measuring.findings.findings import Findings, unlearned_sentences
-        from semdiag.measuring.survey import survey
+        from semdiag.capturing.loading import load_all
+        from semdiag.measuring.findings.findings import Findings
         from semdiag.measuring.words import counted
         from semdiag.presenting.progress import Stages
         from semdiag.presenting.terminal import apart_from_json, tell
         from semdiag.reporting.folder import reserved
-        from semdiag.reporting.page import diverged_sentences
-        from semdiag_files import InputError
 
-        quiet, typed = self.values["quiet"], self.typed
-        jobs, ray = self.values.get("jobs"), self.values.get("ray", "")
-        if jobs is not None and jobs < 1:
-            raise InputError(f"--jobs must be at least 1. Got {jobs}.")
-        named, other_files = without_other_files(list(models or ()))
-        if other_files and not quiet:
-            tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, other_files))}.")
-        paths = find_checkpoints(named or None)
-        if against is not None:
-            paths = _with_reference(paths, against)
-        stages_each = 1 + len(conditions.plans) + more_stages
+        quiet = self.values["quiet"]
+        paths = self._checkpoints(models, against)
+        steps = len(paths) * (1 + len(conditions.plans) + more_stages)
         with (
             apart_from_json(self.values.get("as_json", False)),
-            Stages("measuring", len(paths) * stages_each, quiet, counted(len(paths), "model")) as bar,
+            Stages("measuring", steps, quiet, counted(len(paths), "model")) as bar,
         ):
             loaded = load_all(paths, conditions.config, conditions.head)
             if "out" in self.values:
                 folder = output_folder(self.question.name, [model.path for model in loaded], self.values["out"])
-                self.folder = self.held.enter_context(reserved(folder, keep_queries))
+                self.folder = self.resources.enter_context(reserved(folder, keep_queries))
             encoders = [model for model in loaded if not model.external and model.sha256]
-            dense = [model.encoder.config.attention in DENSE for model in encoders]
-            if "k" in typed and dense == [False] * len(paths):
-                raise InputError(
-                    f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
-                )
-            runs = [model.training for model in encoders]  # fresh samples and texts have no end
-            ends = [sys.maxsize if run is None or run.text is not None else run.holdout_samples for run in runs]
-            held_out = min(ends, default=conditions.samples)
-            fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
-            if fewer:
-                conditions = replace(conditions, samples=held_out)
-            elif "samples" in typed:
-                conditions = replace(conditions, first=conditions.samples)
-            many = len(encoders) == len(paths) >= _MANY and conditions.plans
-            if run is None and (jobs or ray or (many and _several_cores(conditions.device))):
-                run = partial(measure_in_processes, jobs=jobs, ray=ray)
+            self._check_k(paths, encoders)
+            limited = self._limited(conditions, encoders)
             if run is None:
-                measurements = survey(loaded, conditions, bar, may_move_models=True)
-            else:
-                measurements = run(loaded, conditions, bar)
-        for remark in () if quiet else measurements.remarks.to_dict("records"):
-            if remark["severity"] == WARNING:
-                tell(f"semdiag: {remark['model']}: {remark['text']}.")
-        if fewer and not quiet:
-            run_of = "one of the runs" if len(paths) > 1 else "the run"
-            tell(f"semdiag: measured on {counted(held_out, 'sample')}: {run_of} held out no more.")
-        described = measurements.models
-        masked = described.loc[~described["attention"].isin(DENSE) & ~external(described), "model"]
-        if "k" in typed and len(masked) and not quiet:
-            tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(masked)}.")
+                run = self._runner(limited, len(paths), only_encoders=len(encoders) == len(paths))
+            measurements = run(loaded, limited, bar)
         if against is not None:  # before the first question: answers are remembered
             measurements.provenance["against"] = str(paths[-1])
-        findings = Findings(measurements)
-        for sentence in () if quiet else (*diverged_sentences(findings), *unlearned_sentences(findings)):
-            tell(f"semdiag: {sentence}")
         measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
-        # SOURCE_DATE_EPOCH fixes the date, as in other programs that write files.
-        fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
-        seconds = int(fixed) if fixed.isdecimal() and len(fixed) < 12 else time.time()
-        measurements.provenance["date"] = datetime.fromtimestamp(seconds, UTC).date().isoformat()
+        measurements.provenance["date"] = _date()
+        findings = Findings(measurements)
+        if not quiet:
+            held_out = limited.samples if limited.samples < conditions.samples else None
+            for sentence in self._remarks(findings, held_out):
+                tell(f"semdiag: {sentence}")
         return findings, loaded
+
+    def _checkpoints(self, models: Sequence[Path] | None, against: Path | None) -> list[Path]:
+        """Return the paths of the models, that of the reference at the end."""
+        from semdiag.capturing.loading import find_checkpoints, without_other_files
+        from semdiag.presenting.terminal import tell
+        from semdiag_files import InputError
+
+        jobs = self.values.get("jobs")
+        if jobs is not None and jobs < 1:
+            raise InputError(f"--jobs must be at least 1. Got {jobs}.")
+        named, other_files = without_other_files(list(models or ()))
+        if other_files and not self.values["quiet"]:
+            tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, other_files))}.")
+        paths = find_checkpoints(named or None)
+        return paths if against is None else _with_reference(paths, against)
+
+    def _check_k(self, paths: Sequence[Path], encoders: "Sequence[LoadedModel]") -> None:
+        """Refuse ``--k`` where each model has a mask of its own."""
+        from semdiag.capturing.attention_call import DENSE
+        from semdiag_files import InputError
+
+        dense = [model.encoder.config.attention in DENSE for model in encoders]
+        if "k" in self.typed and dense == [False] * len(paths):
+            raise InputError(
+                f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
+            )
+
+    def _limited(self, conditions: "Conditions", encoders: "Sequence[LoadedModel]") -> "Conditions":
+        """Return conditions with as many samples as each run held out, if the user named no number."""
+        if "samples" in self.typed:
+            return replace(conditions, first=conditions.samples)
+        runs = [model.training for model in encoders if model.training is not None]
+        held_out = [run.holdout_samples for run in runs if run.text is None]  # fresh samples and texts have no end
+        if conditions.inputs is not None or min(held_out, default=conditions.samples) >= conditions.samples:
+            return conditions
+        return replace(conditions, samples=min(held_out))
+
+    def _runner(
+        self, conditions: "Conditions", models: int, *, only_encoders: bool
+    ) -> Callable[..., "Measurements"]:
+        """Return what measures a number of models: this process or others."""
+        from semdiag.measuring.survey import survey
+
+        jobs = self.values.get("jobs")
+        ray = self.values.get("ray", "")
+        many = only_encoders and models >= _MANY and conditions.plans
+        if jobs or ray or (many and _several_cores(conditions.device)):
+            return partial(measure_in_processes, jobs=jobs, ray=ray)
+        return partial(survey, may_move_models=True)
+
+    def _remarks(self, findings: "Findings", held_out: int | None) -> Iterator[str]:
+        """Return what stderr tells about a measurement; ``held_out`` is the number of samples that limited it."""
+        from semdiag.capturing.attention_call import DENSE, external
+        from semdiag.capturing.audit import WARNING
+        from semdiag.measuring.findings.findings import unlearned_sentences
+        from semdiag.measuring.words import counted
+        from semdiag.reporting.page import diverged_sentences
+
+        models = findings.measurements.models
+        for remark in findings.measurements.remarks.to_dict("records"):
+            if remark["severity"] == WARNING:
+                yield f"{remark['model']}: {remark['text']}."
+        if held_out is not None:
+            run_of = "one of the runs" if len(models) > 1 else "the run"
+            yield f"measured on {counted(held_out, 'sample')}: {run_of} held out no more."
+        masked = models.loc[~models["attention"].isin(DENSE) & ~external(models), "model"]
+        if "k" in self.typed and len(masked):
+            yield f"--k applies only to models that attend to every key, not to {', '.join(masked)}."
+        yield from diverged_sentences(findings)
+        yield from unlearned_sentences(findings)
 
     def deliver(self, findings: "Findings", sections: Sequence[str] | None = None) -> None:
         """Write the page with its figures; print answer and tables, or one JSON object."""
@@ -229,8 +261,11 @@ class Asked:
         from semdiag.questions.registry import QUESTIONS
         from semdiag.reporting.report import write_report
 
-        question, values = self.question, self.values
-        quiet, as_json, per_query = values["quiet"], values["as_json"], values.get("per_query")
+        question = self.question
+        values = self.values
+        quiet = values["quiet"]
+        as_json = values["as_json"]
+        per_query = values.get("per_query")
         formats = figure_formats(values["figures"])
         sections = sections or [question.name]
         assert self.folder is not None
@@ -238,8 +273,9 @@ class Asked:
             page, _ = write_report(findings, self.folder, command_line(), formats, sections=sections, progress=bar)
         if per_query is not None:
             write_per_query(per_query, findings.measurements)
-            for sentence in () if quiet else partial_sentences(findings):
-                tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
+            if not quiet:
+                for sentence in partial_sentences(findings):
+                    tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
         if as_json:
             typer.echo(json.dumps(findings(question.json), allow_nan=False))
         if not quiet:
@@ -259,53 +295,63 @@ def refuse_failed(findings: "Findings", without: str) -> None:
         raise InputError(f"{' '.join(failures)} All else was measured; without these runs: {without}.")
 
 
-def _measure_and_show(plan: Any, shared: Asked) -> None:
+def _measure_and_show(plan: Any, request: TypedRequest) -> None:
     from semdiag.measuring.findings.estimates import check_supposed_k
 
-    conditions = shared.conditions(plans=() if plan is None else (plan,))
-    findings, _ = shared.measured(shared.values["models"], conditions, against=shared.values.get("against"))
-    if plan is not None and "k" in shared.typed:
+    conditions = request.conditions(plans=() if plan is None else (plan,))
+    findings, _ = request.measured(request.values["models"], conditions, against=request.values.get("against"))
+    if plan is not None and "k" in request.typed:
         check_supposed_k(findings, plan.k)
-    shared.deliver(findings)
+    request.deliver(findings)
 
 
 def with_options(question: Question) -> Callable[..., None]:
     """Return the command of a question: its own options, those of its plan's fields, and the shared ones."""
     ask = question.ask or _measure_and_show
-    own = [p for p in inspect.signature(ask).parameters.values() if p.name not in ("plan", "shared")]
-    of_plan = options.of_plan(question.plan)
-    shared_names = [name for name in _SHARED if _is_taken(name, question)]
+    planned = options.of_plan(question.plan)
+    shared = [name for name in _SHARED if _is_taken(name, question)]
 
-    def command(context: typer.Context, **given: Any) -> None:
-        sources = {name: context.get_parameter_source(name) for name in given}
-        # Before click 8.2, an omitted argument counts as given on the command line, as None.
-        typed = frozenset(
-            name
-            for name, source in sources.items()
-            if source and source.name == "COMMANDLINE" and given[name] is not None
-        )
-        values = {name: given.pop(name) for name in shared_names}
-        asked = {name: given.pop(name) for name in of_plan}
-        plan = None if question.plan is None else options.plan_from(question.plan, asked, values)
-        planned = {} if question.ask and plan is None else {"plan": plan}
-        with ExitStack() as held:
-            ask(**given, **planned, shared=Asked(question, values, typed, held))
+    def command(context: typer.Context, **typed_values: Any) -> None:
+        typed = _typed(context, typed_values)
+        values = {name: typed_values.pop(name) for name in shared}
+        plan_values = {name: typed_values.pop(name) for name in planned}
+        if question.plan is not None:
+            typed_values["plan"] = options.plan_from(question.plan, plan_values, values)
+        elif question.ask is None:
+            typed_values["plan"] = None
+        with ExitStack() as resources:
+            ask(**typed_values, request=TypedRequest(question, values, typed, resources))
 
-    parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context), *own]
-    for name, (annotation, default) in of_plan.items():
-        default = question.defaults.get(name, default)
-        parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
-    for name in shared_names:
-        annotation, default = _SHARED[name]
-        default = "none" if name == "figures" and question.name not in _PICTURED else default
-        default = question.defaults.get(name, default)
-        parameters.append(inspect.Parameter(name, _KIND, annotation=annotation, default=default))
-    parameters.sort(key=lambda parameter: parameter.name != "models")  # first in the help
+    parameters = _parameters(question, ask, planned | {name: _SHARED[name] for name in shared})
     return options.with_parameters(command, parameters, question.help or ask.__doc__)
 
 
-_KIND = inspect.Parameter.KEYWORD_ONLY
-_PICTURED = ("report", "k-sweep", "compare")  # others draw figures only when asked
+def _typed(context: typer.Context, values: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of what stands on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in values}
+    # Before click 8.2, an omitted argument counts as given on the command line, as None.
+    return frozenset(
+        name
+        for name, source in sources.items()
+        if source and source.name == "COMMANDLINE" and values[name] is not None
+    )
+
+
+def _parameters(
+    question: Question, ask: Callable[..., None], declared: Mapping[str, tuple[Any, Any]]
+) -> list[inspect.Parameter]:
+    """Return a command's parameters: the context, those of ``ask``, and declared options with its defaults."""
+    signature = inspect.signature(ask).parameters.values()
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    parameters += [parameter for parameter in signature if parameter.name not in ("plan", "request")]
+    usual = {} if question.pictured else {"figures": "none"}
+    for name, (annotation, default) in declared.items():
+        default = question.defaults.get(name, usual.get(name, default))
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        )
+    parameters.sort(key=lambda parameter: parameter.name != "models")  # first in the help
+    return parameters
 
 
 def _is_taken(name: str, question: Question) -> bool:
@@ -316,14 +362,14 @@ def _is_taken(name: str, question: Question) -> bool:
     return name in question.takes if name in _OF_SOME else name not in question.leave_out
 
 
-def output_folder(command: str, models: Sequence[str], given: Path | None) -> Path:
+def output_folder(command: str, models: Sequence[str], out: Path | None) -> Path:
     """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``."""
     from semdiag.presenting.answer import file_safe
     from semdiag.presenting.terminal import tell
     from semdiag_files import InputError, read_json
 
     name = file_safe(models[0]) if len(models) == 1 else f"{len(models)}-models"
-    folder = given or Path("reports") / f"{command}-{name}"
+    folder = out or Path("reports") / f"{command}-{name}"
     try:
         results = read_json(folder / "summary.json")["results"]
         models_there = _normalised([str(row["model"]) for row in results])
@@ -331,7 +377,7 @@ def output_folder(command: str, models: Sequence[str], given: Path | None) -> Pa
         models_there = None
     if models_there is None or models_there == _normalised(models):
         return folder
-    if given is None:
+    if out is None:
         digest = hashlib.sha256("\n".join(sorted(_normalised(models))).encode()).hexdigest()
         return folder.with_name(f"{folder.name}-{digest[:8]}")
     tell(f"Replaces in {folder}: a report on {', '.join(sorted(models_there))}.")
@@ -341,6 +387,13 @@ def output_folder(command: str, models: Sequence[str], given: Path | None) -> Pa
 def _normalised(models: Sequence[str]) -> set[str]:
     """Return names that are equal for the same model, however the user wrote it."""
     return {os.path.normpath(model).removesuffix(f"{os.sep}last.pt") for model in models}
+
+
+def _date() -> str:
+    """Return today's date, or that of ``SOURCE_DATE_EPOCH``, as in other programs that write files."""
+    fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
+    seconds = int(fixed) if fixed.isdecimal() and len(fixed) < 12 else time.time()
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
 
 
 _MANY = 4  # checkpoints that are worth the start of other processes

@@ -34,17 +34,23 @@ _RESULTS = (
 
 def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_json: bool, quiet: bool) -> None:
     """Print runs and the epochs that are left by task and attention, and all runs in JSON."""
-    found = [result(run, folder / run.name, 1.0, None, records, keep=False) for run in runs]
+    results_before = [result(run, folder / run.name, 1.0, None, records, keep=False) for run in runs]
     left = [
         0 if row.status in ("done", "failed") else run.training.epochs - row.epochs
-        for run, row in zip(runs, found, strict=True)
+        for run, row in zip(runs, results_before, strict=True)
     ]
     alike: dict[tuple[str, str], list[int]] = {}
     for run, epochs in zip(runs, left, strict=True):
         alike.setdefault((run.training.task_label, run.model.attention_label), []).append(epochs)
     rows = [
-        {"task": task, "attention": kind, "runs": len(of), "left": sum(map(bool, of)), "epochs_left": sum(of)}
-        for (task, kind), of in alike.items()
+        {
+            "task": task,
+            "attention": kind,
+            "runs": len(epochs_left),
+            "left": sum(map(bool, epochs_left)),
+            "epochs_left": sum(epochs_left),
+        }
+        for (task, kind), epochs_left in alike.items()
     ]
     if not quiet:
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
@@ -91,12 +97,15 @@ class SweepProgress(TimedBar):
     """A bar on stderr: epochs of all runs together, time left, and a line for every run that ends."""
 
     def __init__(self, runs: "list[SweepRun]", rows: "dict[str, RunResult]", folder: Path, quiet: bool) -> None:
-        self._folder, self._count, self._failed = folder, len(runs), 0
+        self._folder = folder
+        self._count = len(runs)
+        self._failed = 0
         self.open = {
             run.name: run.training.epochs for run in runs if rows[run.name].status in ("begun", "waiting")
         }
         self._closed = sum(run.training.epochs for run in runs if run.name not in self.open)
-        runs_ended, epochs = "runs {task.fields[ended]}/{task.fields[count]}", "epochs {task.percentage:>3.0f}%"
+        runs_ended = "runs {task.fields[ended]}/{task.fields[count]}"
+        epochs = "epochs {task.percentage:>3.0f}%"
         super().__init__(
             (runs_ended, epochs, "left at most", "{task.fields[failed]}"), quiet,
             total=sum(run.training.epochs for run in runs), ended=self._ended, count=self._count, failed="",
@@ -162,11 +171,10 @@ def print_check(result: Verification) -> None:
 def conclusion(result: Verification) -> str:
     """Return in a line how much passes."""
     passing = sum(pair.passed and gate.passed for pair, gate in zip(result.pairs, result.layers, strict=True))
-    parts = (
-        [f"{passing} of {counted(len(result.pairs), 'pair')} pass{'es' * (len(result.pairs) == 1)}"]
-        if result.pairs
-        else []
-    )
+    parts = []
+    if result.pairs:
+        verb = "passes" if len(result.pairs) == 1 else "pass"
+        parts.append(f"{passing} of {counted(len(result.pairs), 'pair')} {verb}")
     parts.append(f"{sum(i.passed for i in result.invariants)} of {len(result.invariants)} invariants hold")
     if result.rules:
         parts.append(f"{sum(r.passed for r in result.rules)} of {len(result.rules)} rules hold")

@@ -1,6 +1,6 @@
 """``semdiag sweep``: trains the runs of a file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,25 +26,28 @@ def sweep(
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Check the file, and list the runs with the epochs that are left; train nothing.",
     )] = False,
-    retries: Annotated[int, typer.Option(help="How often to retry a run whose process died or met an error.")] = 2,
+    retries: Annotated[int, typer.Option(
+        help="How often to retry a run whose process died or met an error.", hidden=True,
+    )] = 2,
     jobs: Annotated[int | None, options.place_option(
-        "Processes at the same time, each with one CPU thread.", show_default="cores",
+        "Processes at the same time, each with one CPU thread.", show_default="cores", rare=True,
     )] = None,
     in_a_step: Annotated[int, options.place_option(
         "On CUDA: how many runs that differ only in their seed to train in the same steps. Small models then "
-        "take a fraction of the time each.", "--in-a-step",
+        "take a fraction of the time each.", "--in-a-step", rare=True,
     )] = 1,
     device: Annotated[str, options.place_option(
         "cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run",
     )] = "",
     ray: options.Ray = "",
     gpus_per_run: Annotated[float, options.place_option(
-        "With --ray: share of a GPU for each run, like 0.25.",
+        "With --ray: share of a GPU for each run, like 0.25.", rare=True,
     )] = 0.0,
     out: Annotated[Path | None, options.output_option("Folder of the runs.", show_default="runs/CONFIG")] = None,
     records: Annotated[Path | None, options.output_option(
         "Keep a small file for every finished run in this folder: configuration, history and the hash of the "
         "weights. A run with such a record counts as done, even if its own folder is gone.", show_default=False,
+        rare=True,
     )] = None,
     target: Annotated[float, options.output_option(
         "Training accuracy to reach: results count the epochs up to it.",
@@ -76,25 +79,19 @@ def sweep(
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
-    if in_a_step < 1:
-        raise InputError(f"--in-a-step must be at least 1. Got {in_a_step}.")
-    if retries < 0:
-        raise InputError(f"--retries must not be negative. Got {retries}.")
-    if not 0 < target <= 1:
-        raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
     if gpus_per_run < 0 or (gpus_per_run and not ray):
         raise InputError("--gpus-per-run must not be negative, and needs --ray.")
+    device = device or ("cuda" if gpus_per_run else "cpu")
+    sweep_options = SweepOptions(device, target, retries, in_a_step, records, quiet)
     runs = read_sweep(config)
-    where = device or ("cuda" if gpus_per_run else "cpu")
     if not ray:
-        find_device(where)
+        find_device(device)
     folder = out if out is not None else Path("runs") / config.stem
     if dry_run:
         with beside_json(as_json):
             print_plan(runs, folder, records, as_json, quiet)
         return
-    ways = _Ways(where, target, retries, in_a_step, records, quiet)
-    rows = _train(runs, folder, ways, lambda left: _workers(ray, gpus_per_run, jobs, left, where))
+    rows = _train(runs, folder, sweep_options, lambda groups: _workers(ray, gpus_per_run, jobs, groups, device))
     with beside_json(as_json):
         print_results(rows, folder, target, as_json, quiet)
     if any(row.status in ("failed", "diverged") for row in rows):
@@ -119,57 +116,96 @@ def _workers(
 
 
 @dataclass(frozen=True)
-class _Ways:
+class SweepOptions:
+    """How the runs of a sweep are trained."""
+
     device: str
-    target: float
-    retries: int
-    in_a_step: int
-    records: Path | None
+    target: float  # training accuracy, in (0, 1]
+    retries: int  # of a run whose process died or met an error
+    in_a_step: int  # runs that are trained in the same steps
+    records: Path | None  # folder
     quiet: bool
+
+    def __post_init__(self) -> None:
+        if self.in_a_step < 1:
+            raise InputError(f"--in-a-step must be at least 1. Got {self.in_a_step}.")
+        if self.retries < 0:
+            raise InputError(f"--retries must not be negative. Got {self.retries}.")
+        if not 0 < self.target <= 1:
+            raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {self.target}.")
+
+
+class _Rows:
+    """The rows of a sweep by run, in files that every finished run rewrites."""
+
+    def __init__(self, runs: "list[SweepRun]", folder: Path, sweep_options: SweepOptions) -> None:
+        self._folder = folder
+        self._options = sweep_options
+        self.provenance = {"command": command_line(), "target": sweep_options.target}
+        self.by_run: dict[str, RunResult] = {}
+        self.update_all(runs)
+
+    def update(self, run: "SweepRun", outcome: "Outcome | None" = None) -> RunResult:
+        """Read a run's row from its folder or its record."""
+        folder = self._folder / run.name
+        row = result(run, folder, self._options.target, outcome, self._options.records)
+        self.by_run[run.name] = row
+        return row
+
+    def update_all(self, runs: "Iterable[SweepRun]") -> None:
+        """Read the rows of several runs."""
+        for run in runs:
+            self.update(run)
+
+    def write(self) -> None:
+        """Write the files of results."""
+        write_results(self._folder, self.listed(), self.provenance)
+
+    def listed(self) -> list[RunResult]:
+        """Return the rows in the order of the runs."""
+        return list(self.by_run.values())
 
 
 def _train(
-    runs: "list[SweepRun]", folder: Path, ways: _Ways, workers: "Callable[[Sequence[Sequence[SweepRun]]], Workers]"
+    runs: "list[SweepRun]",
+    folder: Path,
+    sweep_options: SweepOptions,
+    open_workers: "Callable[[Sequence[Sequence[SweepRun]]], Workers]",
 ) -> list[RunResult]:
     from semdiag.commands.printing import SweepProgress
     from semdiag_models.sweep import Order, together, train_all
 
-    provenance = {"command": command_line(), "target": ways.target}
-
-    def row_of(run: "SweepRun", outcome: "Outcome | None" = None) -> RunResult:
-        return result(run, folder / run.name, ways.target, outcome, ways.records)
-
     with ExitStack() as undo:
         if folder.is_dir():
             undo.callback(RunLock(folder).release)
-        rows = {run.name: row_of(run) for run in runs}
-        left = [run for run in runs if rows[run.name].status in ("begun", "waiting")]
-        groups = together(left, ways.in_a_step) if ways.in_a_step > 1 else [(run,) for run in left]
-        orders = [Order(group, folder.resolve(), ways.device, provenance) for group in groups]
+        rows = _Rows(runs, folder, sweep_options)
+        left = [run for run in runs if rows.by_run[run.name].status in ("begun", "waiting")]
+        groups = together(left, sweep_options.in_a_step) if sweep_options.in_a_step > 1 else [(r,) for r in left]
+        orders = [Order(group, folder.resolve(), sweep_options.device, rows.provenance) for group in groups]
         if left:
-            crew = workers(groups)  # before anything is written: the cluster may be unreachable
-            undo.callback(crew.close)
+            workers = open_workers(groups)  # before anything is written: the cluster may be unreachable
+            undo.callback(workers.close)
         if not folder.is_dir():
             folder.mkdir(parents=True)
             undo.callback(RunLock(folder).release)
-        undo.callback(lambda: write_results(folder, list(rows.values()), provenance))
+        undo.callback(rows.write)
         if not left:
-            return list(rows.values())
-        progress = undo.enter_context(SweepProgress(runs, rows, folder, ways.quiet))
+            return rows.listed()
+        progress = undo.enter_context(SweepProgress(runs, rows.by_run, folder, sweep_options.quiet))
         try:
-            for event in train_all(orders, crew, ways.retries):
+            for event in train_all(orders, workers, sweep_options.retries):
                 if event is None:
                     progress.tick()
                     continue
                 run, outcome = event
-                rows[run.name] = row_of(run, outcome)
-                write_results(folder, list(rows.values()), provenance)
-                progress.ended(run, rows[run.name])
+                row = rows.update(run, outcome)
+                rows.write()
+                progress.ended(run, row)
         except KeyboardInterrupt:
-            rows.update({run.name: row_of(run) for run in left if run.name in progress.open})
-            done = sum(row.status == "done" for row in rows.values())
+            rows.update_all(run for run in left if run.name in progress.open)
+            done = sum(row.status == "done" for row in rows.listed())
             tell(
                 f"Stopped; {done} of {len(runs)} runs are done in {folder}. To go on, run the same command again."
             )
             raise typer.Exit(130) from None
-    return list(rows.values())
+    return rows.listed()

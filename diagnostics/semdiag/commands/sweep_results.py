@@ -38,40 +38,67 @@ class RunResult:
 
 
 def result(
-    run: "SweepRun", folder: Path, target: float, outcome: "Outcome | None" = None, records: Path | None = None,
+    run: "SweepRun",
+    folder: Path,
+    target: float,
+    outcome: "Outcome | None" = None,
+    records: Path | None = None,
     keep: bool = True,
-) -> RunResult:  # fmt: skip
+) -> RunResult:
     """Return a run's row, from its folder or, if that is not finished, from its record; keep a record of it."""
+    status, history, problem = _state(run, folder, records, keep)
+    if outcome is not None:
+        problem = problem or outcome.problem
+        if status != "done":
+            status = outcome.status
+    epochs = len(history.get("epoch", ()))
+    requested = run.training.epochs
+    if epochs > requested:  # the file requested more epochs before
+        history = {name: values[:requested] for name, values in history.items()}
+        problem = problem or f"was trained to epoch {epochs} before; this row is of epoch {requested}"
+    train = history.get("train_accuracy", [])
+    holdout = history.get("holdout_accuracy", [])
+    return RunResult(
+        run=run.name,
+        status=status,
+        task=run.training.task_label,
+        attention=run.model.attention,
+        k=run.model.k,
+        global_tokens=run.model.global_tokens,
+        activation=run.model.activation,
+        seed=run.training.seed,
+        epochs=min(epochs, requested),
+        epochs_to_target=next((n for n, accuracy in enumerate(train, start=1) if accuracy >= target), None),
+        train_accuracy=train[-1] if train else None,
+        holdout_accuracy=holdout[-1] if holdout else None,
+        best_holdout_accuracy=max(holdout, default=None),
+        seconds=round(sum(history.get("seconds", [])), 3),
+        problem=problem,
+    )
+
+
+def _state(
+    run: "SweepRun", folder: Path, records: Path | None, keep: bool
+) -> tuple[str, dict[str, list[float]], str]:
+    """Return status, history and problem of a run, from its folder and its record."""
     from semdiag_models.sweep import inspect
     from semdiag_models.train import ended
 
-    problem, recorded, saved = "" if outcome is None else outcome.problem, None, None
+    saved = None
+    recorded: dict[str, list[float]] = {}
+    record = None if records is None else records / f"{run.name}.json"
     try:
-        if records is not None and (path := records / f"{run.name}.json").exists():
-            recorded = read_history(path, read_json(path), run)
+        if record is not None and record.exists():
+            recorded = read_history(record, read_json(record), run)
         status, saved = inspect(folder, run)
-        known = len((recorded or {}).get("epoch", ()))
-        if keep and records and saved and status == "done" and saved.epoch > known:
+        recorded_epochs = len(recorded.get("epoch", ()))
+        if keep and records and saved and status == "done" and saved.epoch > recorded_epochs:
             _write_record(records, run, saved)
     except InputError as error:
-        status, problem = "failed", str(error)
-    history = {} if saved is None else saved.history
-    if recorded is not None and status not in ("done", "failed") and ended(recorded, run.training):
-        status, history = "done", recorded
-    if outcome is not None and status != "done":
-        status = outcome.status
-    epochs, asked = len(history.get("epoch", ())), run.training.epochs
-    if epochs > asked:  # the file requested more epochs before
-        history = {name: values[:asked] for name, values in history.items()}
-        problem = problem or f"was trained to epoch {epochs} before; this row is of epoch {asked}"
-    train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
-    return RunResult(
-        run.name, status, run.training.task_label, run.model.attention, run.model.k, run.model.global_tokens,
-        run.model.activation, run.training.seed, min(epochs, asked),
-        next((n for n, reached in enumerate(train, start=1) if reached >= target), None),
-        train[-1] if train else None, holdout[-1] if holdout else None, max(holdout, default=None),
-        round(sum(history.get("seconds", [])), 3), problem,
-    )  # fmt: skip
+        return "failed", {} if saved is None else saved.history, str(error)
+    if recorded and status != "done" and ended(recorded, run.training):
+        return "done", recorded, ""
+    return status, {} if saved is None else saved.history, ""
 
 
 def read_history(path: Path, content: Any, run: "SweepRun") -> dict[str, list[float]]:
@@ -82,13 +109,14 @@ def read_history(path: Path, content: Any, run: "SweepRun") -> dict[str, list[fl
 
     try:
         if content["schema"] != SCHEMA:
-            raise InputError(f"its schema is {content['schema']!r}")
-        training, model = TrainingConfig.from_dict(content["training"]), ModelConfig.from_dict(content["model"])
+            raise ValueError(f"its schema is {content['schema']!r}")
+        training = TrainingConfig.from_dict(content["training"])
+        model = ModelConfig.from_dict(content["model"])
         history: dict[str, list[float]] = content["history"]
-        whole = set(history) == set(HISTORY_COLUMNS) and len({len(column) for column in history.values()}) == 1
+        complete = set(history) == set(HISTORY_COLUMNS) and len({len(c) for c in history.values()}) == 1
         finite = all(type(v) in (int, float) and math.isfinite(v) for c in history.values() for v in c)
-        if not whole or not finite:
-            raise InputError("its history is not a list of numbers per quantity")
+        if not complete or not finite:
+            raise ValueError("its history is not a list of numbers per quantity")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no record of a run: {error}. Move it away to train the run again.") from None
     if identity(model, training) != identity(run.model, run.training):

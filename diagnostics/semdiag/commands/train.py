@@ -69,7 +69,8 @@ def summarise(trainer: "Trainer", several: bool) -> None:
     """Print the result of a run."""
     from semdiag_models.text import unigram_perplexity
 
-    history, until = trainer.history, trainer.training.until
+    history = trainer.history
+    until = trainer.training.until
     stopped = ""
     if until is not None:
         reached = history["train_accuracy"][-1] >= until
@@ -134,8 +135,9 @@ class TrainingProgress(TimedBar):
 
     def _state(self) -> str:
         (task,) = self._bar.tasks
-        known = f", {task.fields['accuracy']}" if task.fields["accuracy"] else ""
-        return f"training, epoch {task.fields['epoch']} of {task.fields['epochs']}{known}"
+        state = f"training, epoch {task.fields['epoch']} of {task.fields['epochs']}"
+        accuracy = task.fields["accuracy"]
+        return f"{state}, {accuracy}" if accuracy else state
 
 
 def text_task(
@@ -154,7 +156,8 @@ def text_task(
         raise InputError("The task text needs a file to learn from: semdiag train text --text FILE.")
     if window is not None and window < 1:
         raise InputError(f"--window must be at least 1. Got {window}.")
-    console, learning = terminal(stderr=True), "learning the pieces of the text"
+    console = terminal(stderr=True)
+    learning = "learning the pieces of the text"
     with (
         console.status(learning.capitalize()) if console.is_terminal and not quiet else nullcontext(),
         Minutes(learning, lambda: learning, lambda: None, quiet or console.is_terminal),
@@ -167,22 +170,26 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     """Give the command an option for every field of the configurations that says what it means."""
     from semdiag_models.config import options as configured  # quick: it needs no torch
 
-    first, *own, _ = inspect.signature(command).parameters.values()
+    first, *more, _ = inspect.signature(command).parameters.values()
     ordered = [first]
     for field in configured():
-        said, kind = field.metadata, getattr(field.type, "__name__", str(field.type)).removesuffix(" | None")
-        shown = said.get("shown", field.default if field.default not in (None, (), False) else "")
-        completed = options.ATTENTIONS if field.name == "attention" else tuple(said["choices"])
+        declared = field.metadata
+        kind = getattr(field.type, "__name__", str(field.type)).removesuffix(" | None")
+        shown = declared.get("shown", field.default if field.default not in (None, (), False) else "")
+        completed = options.ATTENTIONS if field.name == "attention" else tuple(declared["choices"])
         option = typer.Option(
-            *said.get("flags", f"--{field.name.replace('_', '-')}").split(), help=said["help"],
-            metavar=said.get("metavar"), show_default=str(shown) if shown != "" else False,
-            rich_help_panel=said["panel"], autocompletion=options.names(completed) if completed else None,
+            *declared.get("flags", f"--{field.name.replace('_', '-')}").split(), help=declared["help"],
+            metavar=declared.get("metavar"), show_default=str(shown) if shown != "" else False,
+            rich_help_panel=declared["panel"], hidden=not declared.get("common"),
+            autocompletion=options.names(completed) if completed else None,
         )  # fmt: skip
-        values: Any = str if "metavar" in said else {"bool": bool, "int": int, "float": float, "str": str}[kind]
+        values: Any = (
+            str if "metavar" in declared else {"bool": bool, "int": int, "float": float, "str": str}[kind]
+        )
         annotation: Any = Annotated[bool if kind == "bool" else values | None, option]
         default = False if kind == "bool" else None
         ordered.append(first.replace(name=field.name, default=default, annotation=annotation))
-    return options.with_parameters(lambda **given: command(**given), [*ordered, *own], command.__doc__)
+    return options.with_parameters(lambda **values: command(**values), [*ordered, *more], command.__doc__)
 
 
 _data, _text, _run = (partial(options.option, panel=panel) for panel in ("Data", "Text", "Run"))  # of the help
@@ -195,28 +202,32 @@ def train(
     )],
     seeds: Annotated[str, _data(
         "Train several seeds, like 1,2,3, each in a folder of its own: on CUDA together, elsewhere one after the "
-        "other.", metavar="SEED,SEED",
+        "other.", metavar="SEED,SEED", rare=True,
     )] = "",
-    text: Annotated[Path | None, _text("For the task text: the UTF-8 file to learn.")] = None,
+    text: Annotated[Path | None, _text("For the task text: the UTF-8 file to learn.", rare=True)] = None,
     holdout_text: Annotated[Path | None, _text(
-        "File of held-out text. Default: the last tenth of the lines of --text.",
+        "File of held-out text. Default: the last tenth of the lines of --text.", rare=True,
     )] = None,
     pieces: Annotated[str | None, _text(
         "How SentencePiece cuts the text into pieces: unigram or bpe.", show_default="unigram",
     )] = None,
     tokenizer: Annotated[str | None, typer.Option(hidden=True)] = None,
-    vocabulary: Annotated[int | None, _text("Number of different pieces.", show_default="4096")] = None,
+    vocabulary: Annotated[int | None, _text("Number of different pieces.", show_default="4096", rare=True)] = None,
     out: Annotated[Path | None, _run(
         "Folder of the run. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: the folder that holds "
         "such folders.",
     )] = None,
     resume: Annotated[bool, _run("Continue after the last saved epoch.", "--resume")] = False,
-    overwrite: Annotated[bool, _run("Start anew in a folder that holds a run already.", "--overwrite")] = False,
+    overwrite: Annotated[bool, _run(
+        "Start anew in a folder that holds a run already.", "--overwrite", rare=True,
+    )] = False,
     device: Annotated[str, _run(
         "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
     )] = "auto",
-    threads: Annotated[int | None, _run("CPU threads. The same number is needed to repeat a run exactly.")] = None,
-    quiet: Annotated[bool, _run("Show no progress bar.", "--quiet")] = False,
+    threads: Annotated[int | None, _run(
+        "CPU threads. The same number is needed to repeat a run exactly.", rare=True,
+    )] = None,
+    quiet: Annotated[bool, _run("Show no progress bar.", "--quiet", rare=True)] = False,
     **chosen: Any,
 ) -> None:  # fmt: skip
     """Train an encoder and keep its checkpoints.

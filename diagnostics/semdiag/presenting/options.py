@@ -48,7 +48,7 @@ def option(help: str, *names: str, panel: str = MEASURE, rare: bool = False, **m
     return typer.Option(*names, help=help, rich_help_panel=panel, hidden=rare, **more)
 
 
-def chosen(
+def option_field(
     default: Any, help: Any, *flags: str, read: Callable[[str, str], Any] | None = None, **more: Any
 ) -> Any:
     """Return the field of a plan that is an option, declared by its help; ``read`` makes its value from a text."""
@@ -56,7 +56,7 @@ def chosen(
     return field(default=default, metadata={"option": info, "read": read})
 
 
-def shared(default: Any) -> Any:
+def shared_field(default: Any) -> Any:
     """Return the field of a plan whose value is that of the shared option with its name."""
     return field(default=default, metadata={"shared": True})
 
@@ -114,85 +114,86 @@ class Shared:
             autocompletion=models,
         ),
     ] = None
-    against: Path | None = chosen(
+    against: Path | None = option_field(
         None, "Compare every model with this one. Default: each full-attention model is compared with the models "
         "of the same task, seed, size and snapshot.", metavar="MODEL", autocompletion=models,
     )  # fmt: skip
-    k: str = chosen(
+    k: str = option_field(
         "", "For full-attention models: also show what the quantity would be if each query kept its k largest "
         "scores. One k or several, like 5 or 4,8,16.", "--k", metavar="K,K",
     )  # fmt: skip
-    every: bool = chosen(
+    every: bool = option_field(
         False, "Show every row: all heads of large models, every k of a k-sweep.", "--all", panel=OUTPUT,
+        rare=True,
     )  # fmt: skip
-    inputs: Path | None = chosen(
+    inputs: Path | None = option_field(
         None, "File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
         "take a .txt with one text per line, or a .jsonl of objects with text and, if known, label or target; "
         "models of text that semdiag trained take a .txt, from which --samples windows are drawn; Hugging Face "
         "models and your own also take a .pt with a dictionary of the model's arguments. Default: the samples "
         "that the run held out; for the paper's code, fresh samples of the task.",
     )  # fmt: skip
-    max_length: int | None = chosen(
+    max_length: int | None = option_field(
         None, "Cut texts of --inputs to this many tokens. Default: as many as the model takes.", metavar="TOKENS",
         rare=True,
     )  # fmt: skip
-    tokenizer: Path | None = chosen(
+    tokenizer: Path | None = option_field(
         None, "Folder of the tokenizer for texts of --inputs. Default: the model's own.", metavar="DIR", rare=True,
     )  # fmt: skip
-    labels: Path | None = chosen(
+    labels: Path | None = option_field(
         None, "File with the class of each text of --inputs, a number or a name a line, for models that tell "
         "classes.", metavar="FILE", rare=True,
     )  # fmt: skip
-    samples: int = chosen(
+    samples: int = option_field(
         500, "How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
         "asking for more than it held out is an error. With --inputs the default is all.",
     )  # fmt: skip
-    batch_size: int = chosen(100, "Samples in one forward pass.", rare=True)
-    device: str = chosen(
+    batch_size: int = option_field(100, "Samples in one forward pass.", rare=True)
+    device: str = option_field(
         "auto", "cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
         autocompletion=names(("auto", "cpu", "cuda", "mps")),
     )  # fmt: skip
-    dtype: str = chosen(
+    dtype: str = option_field(
         "auto", "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
         "models, whose scores are then read in float32. auto: float64 if all models are semdiag's or the paper's "
         "encoders, so that numbers are the same on every processor; float32 if any other model is among them, or "
         "on mps.", rare=True,
     )  # fmt: skip
-    seed: int = chosen(
+    seed: int = option_field(
         0, "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
         "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape).", rare=True,
     )  # fmt: skip
-    min_keys: int = chosen(
+    min_keys: int = option_field(
         1, "Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them.",
         rare=True,
     )  # fmt: skip
-    queries: int | None = chosen(
+    queries: int | None = option_field(
         None, "For long sequences: measure only this many random queries per sample and head of the longest "
         "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and quantities "
         "that need every query are not given. Default: every query.", show_default=False, rare=True,
     )  # fmt: skip
-    max_queries: int = chosen(
+    max_queries: int = option_field(
         20_000_000, "How many queries and keys of a model are kept one by one. Beyond that, counts, means and "
         "extremes stay exact and percentiles come from a random sample, with their error stated.", rare=True,
     )  # fmt: skip
     config: Config = None
     head: Head = "auto"
-    jobs: int | None = chosen(
+    jobs: int | None = option_field(
         None, "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
         "rerun. Their number changes no result, to the last bit. Default: one a core for four or more checkpoints "
         "on a CPU; otherwise this process measures one model after the other.", show_default=False, panel=WHERE,
         rare=True,
     )  # fmt: skip
     ray: Ray = ""
-    out: Path | None = chosen(
+    out: Path | None = option_field(
         None, "Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL.", panel=OUTPUT,
     )  # fmt: skip
     as_json: Json = False
-    per_query: Path | None = chosen(
+    per_query: Path | None = option_field(
         None, "Write one row per query to this .parquet file, and the key loads to another beside it. With "
         "--queries only the drawn queries; beyond --max-queries a random sample.", panel=OUTPUT, rare=True,
     )  # fmt: skip
-    figures: str = chosen(
+    figures: str = option_field(
         "png,svg", "Figure formats: any of png, svg, pdf, separated by commas; or none.",
         metavar="FORMAT,FORMAT", panel=OUTPUT, rare=True,
     )  # fmt: skip

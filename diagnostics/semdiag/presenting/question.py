@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from semdiag.presenting.answer import Answer, Heading
 
 Place = Literal["screen", "theory", "details"]  # parts of a report: open, and two that a click opens
+YOUR_MODEL = "Your model: from Hugging Face, or built by a function of yours"
 QUANTITIES = "Attention, quantity by quantity"
+TRAINING = "Training"
+CHECKPOINTS = "Checkpoints"
+PANELS = (YOUR_MODEL, QUANTITIES, TRAINING, CHECKPOINTS)  # groups of ``semdiag --help``, in this order
 SAMPLING = ("queries", "max_queries")  # shared options of questions that work on drawn queries
 
 
-class Asked(Protocol):
+class Request(Protocol):
     """What the user typed, for commands that do more than measure and show."""
 
     values: dict[str, Any]  # shared options by name; those that the command does not take are absent

@@ -1,7 +1,7 @@
 """One probe asked of one model and its inputs, in Python: measurements, like those of measure()."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
@@ -33,7 +33,7 @@ Batches = Batch | Iterable[Batch]
 
 
 def k_sweep(
-    model: Model, batches: Batches, labels: Tensor | None = None, plan: KSweepPlan | None = None, **how: Any
+    model: Model, batches: Batches, labels: Tensor | None = None, plan: KSweepPlan | None = None, **keywords: Any
 ) -> Measurements:
     """Ask of one model's scores, for many k at once, what top-k attention would make of them.
 
@@ -48,9 +48,9 @@ def k_sweep(
         labels: (N,) classes, for the loss of reruns; None: what the batches say (``labels``), else the next token
             of a causal language model.
         plan: the largest k; whether the model is run again with real masks.
-        how: fields of the plan, in its place, as ``rerun=True, ks=[8, 16]``; and ``batch_size`` (100), ``device``
-            (the model's), ``dtype`` (float64 of encoders of semdiag_models, as the commands; of others the
-            model's), ``seed`` (0), ``queries`` (None: all; else how many are drawn per sample and head).
+        keywords: fields of the plan, in its place, as ``rerun=True, ks=[8, 16]``; and ``batch_size`` (100),
+            ``device`` (the model's), ``dtype`` (float64 of encoders of semdiag_models, as the commands; of others
+            the model's), ``seed`` (0), ``queries`` (None: all; else how many are drawn per sample and head).
 
     Returns:
         Measurements with the table ``sweep``, and those of reruns. A row of ``sweep`` per k (0: all keys), layer
@@ -70,11 +70,11 @@ def k_sweep(
         >>> sorted(set(found.sweep["k"]))
         [0, 1, 2, 3]
     """
-    return _asked(model, batches, labels, _plan(KSweepPlan, plan, how), **how)
+    return _probed(model, batches, labels, KSweepPlan, plan, keywords)
 
 
 def mask_stability(
-    model: Model, batches: Batches, labels: Tensor | None = None, plan: NoisePlan | None = None, **how: Any
+    model: Model, batches: Batches, labels: Tensor | None = None, plan: NoisePlan | None = None, **keywords: Any
 ) -> Measurements:
     """Compare the mask of every query with the masks of noisy copies of the same input.
 
@@ -86,10 +86,12 @@ def mask_stability(
     Returns:
         Measurements with the tables ``masks`` and ``noise_effects``.
     """
-    return _asked(model, batches, labels, _plan(NoisePlan, plan, how), **how)
+    return _probed(model, batches, labels, NoisePlan, plan, keywords)
 
 
-def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = None, **how: Any) -> Measurements:
+def mask_precision(
+    model: Model, batches: Batches, plan: PrecisionPlan | None = None, **keywords: Any
+) -> Measurements:
     """Compare the mask of every query in float64 with those of number formats.
 
     The plan says the formats, and k of a model without a mask. All else, and what is refused, is as in
@@ -107,11 +109,11 @@ def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = 
         >>> found.rounded_masks["queries"].tolist()
         [4]
     """
-    return _asked(model, batches, None, _plan(PrecisionPlan, plan, how), **how)
+    return _probed(model, batches, None, PrecisionPlan, plan, keywords)
 
 
 def compare(
-    base: Model, model: Model, batches: Batches, *, top: int = ComparePlan.top, **how: Any
+    base: Model, model: Model, batches: Batches, *, top: int = ComparePlan.top, **keywords: Any
 ) -> Measurements:
     """Run two models on the same inputs and compare their attention, head by head, and their outputs.
 
@@ -122,7 +124,7 @@ def compare(
         model: what was made of it, likewise; with as many attention calls of the same sizes.
         batches: what both are called with, as of :func:`~semdiag.measuring.measure.measure`.
         top: k of the top-k whose overlap is asked for.
-        how: Keywords, like those of :func:`k_sweep`. The base runs in a precision of its own.
+        keywords: like those of :func:`k_sweep`. The base runs in a precision of its own.
 
     Returns:
         Measurements of the model, with the tables ``compared`` and ``compared_outputs``.
@@ -138,11 +140,15 @@ def compare(
     """
     first = base if isinstance(base, LoadedModel) else replace(unnamed(base), path="base")
     plan = ComparePlan(top, first, home_of(first.module)[1] if first.external else None)
-    return _asked(model, batches, None, plan, **{"batch_size": 8, **how})
+    return _measured(model, batches, None, plan, _settings(plan, {"batch_size": 8, **keywords}))
 
 
 def landscape(
-    model: LoadedModel | Encoder, batches: Batches, labels: Tensor, plan: LandscapePlan | None = None, **how: Any
+    model: LoadedModel | Encoder,
+    batches: Batches,
+    labels: Tensor,
+    plan: LandscapePlan | None = None,
+    **keywords: Any,
 ) -> Measurements:
     """Evaluate the loss on every cell of planes through a checkpoint.
 
@@ -154,11 +160,15 @@ def landscape(
     Returns:
         Measurements with the table ``landscape``.
     """
-    return _asked(model, batches, labels, _plan(LandscapePlan, plan, how), **how)
+    return _probed(model, batches, labels, LandscapePlan, plan, keywords)
 
 
 def lipschitz(
-    model: LoadedModel | Encoder, batches: Batches, labels: Tensor, plan: LipschitzPlan | None = None, **how: Any
+    model: LoadedModel | Encoder,
+    batches: Batches,
+    labels: Tensor,
+    plan: LipschitzPlan | None = None,
+    **keywords: Any,
 ) -> Measurements:
     """Estimate from below how steep the loss is in the parameters, and each block in its input; in float64.
 
@@ -170,75 +180,104 @@ def lipschitz(
     Returns:
         Measurements with the tables ``loss_secants``, ``loss_gradients`` and ``jacobians``.
     """
-    return _asked(model, batches, labels, _plan(LipschitzPlan, plan, how), **how)
+    return _probed(model, batches, labels, LipschitzPlan, plan, keywords)
 
 
-def _plan(kind: type[Any], plan: Any, how: dict[str, Any]) -> Any:
-    """Return the plan, or one made from options that are its fields; these are removed from ``how``."""
-    named = {field.name for field in fields(kind)} & how.keys() - {"seed"}
-    if not named:
-        return kind() if plan is None else plan
-    if plan is not None:
-        raise InputError(f"{', '.join(sorted(named))}: say it in the plan, or leave out the plan.")
-    given = {name: how.pop(name) for name in named}
-    return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in given.items()})
+@dataclass(frozen=True)
+class _Settings:
+    """Keywords that every probe takes."""
+
+    batch_size: int = 100
+    device: torch.device | str | None = None  # None: the model's
+    dtype: torch.dtype | None = None  # None: float64 of encoders, of others the model's
+    seed: int = 0
+    queries: int | None = None  # number drawn per sample and head; None: all
 
 
-def _asked(
-    model: Model,
-    batches: Batches,
-    labels: Tensor | None,
-    plan: Any,
-    *,
-    batch_size: int = 100,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
-    queries: int | None = None,
-    **unknown: Any,
+def _probed(
+    model: Model, batches: Batches, labels: Tensor | None, kind: type[Any], plan: Any, keywords: dict[str, Any]
+) -> Measurements:
+    """Measure what a plan asks, or one made from keywords that are its fields."""
+    in_plan = {field.name for field in fields(kind)} & keywords.keys() - {"seed"}
+    if in_plan and plan is not None:
+        raise InputError(f"{', '.join(sorted(in_plan))}: say it in the plan, or leave out the plan.")
+    if plan is None:
+        values = {name: keywords[name] for name in in_plan}
+        plan = kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
+    rest = {name: value for name, value in keywords.items() if name not in in_plan}
+    return _measured(model, batches, labels, plan, _settings(plan, rest))
+
+
+def _settings(plan: Any, keywords: dict[str, Any]) -> _Settings:
+    """Check the plan and the keywords beside it."""
+    if not isinstance(plan, Plan):
+        classes = ", ".join(sorted(kind.__name__ for kind in plans()))
+        raise InputError(f"A plan is one of {classes}. Got {plan!r}.")
+    for name in keywords:
+        if name not in _Settings.__dataclass_fields__:
+            kind = type(plan).__name__
+            of_plan = ", ".join(field.name for field in fields(plan))  # type: ignore[arg-type]
+            raise TypeError(
+                f"There is no argument {name!r}, but batch_size, device, dtype, seed, queries, and those of "
+                f"{kind}: {of_plan}."
+            )
+    return _Settings(**keywords)
+
+
+def _measured(
+    model: Model, batches: Batches, labels: Tensor | None, plan: Plan, settings: _Settings
 ) -> Measurements:
     loaded = unnamed(model)
-    if not isinstance(plan, Plan):
-        known_plans = ", ".join(sorted(kind.__name__ for kind in plans()))
-        raise InputError(f"A plan is one of {known_plans}. Got {plan!r}.")
-    for name in unknown:
-        kind = type(plan).__name__
-        of_plan = ", ".join(field.name for field in fields(plan))  # type: ignore[arg-type]
-        raise TypeError(
-            f"There is no argument {name!r}, but batch_size, device, dtype, seed, queries, and those of {kind}: "
-            f"{of_plan}."
-        )
-    refuse_masked(loaded.module, f"of which {plan.name} asks")
-    as_whole_number(batch_size, "batch_size", 1)
-    as_whole_number(seed, "seed", 0)
-    if queries is not None and not plan.takes_drawn_queries:
-        raise InputError(f"{plan.name} needs every query: leave out queries.")
-    cut: Sequence[Batch] = batching.split(batches, batch_size)
-    home, own = home_of(loaded.module)
+    _check(loaded, labels, plan, settings)
+    parts: Sequence[Batch] = batching.split(batches, settings.batch_size)
+    home, model_dtype = home_of(loaded.module)
+    device = settings.device
     place = torch.device(device) if device is not None else home
+    dtype = settings.dtype
     if dtype is None and not loaded.external:
         dtype = DTYPES[Conditions().decided([loaded], place).dtype]
-    compared = isinstance(plan, KSweepPlan) and plan.reruns(loaded.external)
-    if labels is not None and loaded.external and not compared:
-        how = " To run it with masks: rerun=True." if isinstance(plan, KSweepPlan) else ""
-        raise InputError(f"labels are not read: {plan.name} compares no output of {loaded.path} with them.{how}")
-    own_labels = None if loaded.external else labels
+    seed = settings.seed
+    queries = settings.queries
 
-    def run(cut: list[Batch], size: int) -> tuple[Measurements, Subject, Mapping[str, pd.DataFrame]]:
-        subject = Subject(loaded, cut, labels, seed, size, place, dtype or own, queries)
-        if dtype is not None or not converted(loaded.module, own):  # else the probe runs another model
+    def run(parts: list[Batch], size: int) -> tuple[Measurements, Subject, Mapping[str, pd.DataFrame]]:
+        subject = Subject(loaded, parts, labels, seed, size, place, dtype or model_dtype, queries)
+        if dtype is not None or not converted(loaded.module, model_dtype):  # else the probe runs another model
             subject.watch(plan)
         measured = measure(
-            loaded, cut, labels=own_labels, batch_size=size, device=device, dtype=dtype, queries=queries,
-            seed=seed, watchers=[*subject.watchers.values()],
-        )  # fmt: skip
+            loaded,
+            parts,
+            labels=None if loaded.external else labels,
+            batch_size=size,
+            device=device,
+            dtype=dtype,
+            queries=queries,
+            seed=seed,
+            watchers=[*subject.watchers.values()],
+        )
         return measured, subject, plan.measure(subject)
 
     try:
-        measured, subject, tables = halving(run, list(cut), batch_size)
+        measured, subject, tables = halving(run, list(parts), settings.batch_size)
     except NotAvailableError as reason:
         raise InputError(f"{plan.name} of {loaded.path} not available, because {reason}.") from None
     samples = int(measured.models["samples"].max())
-    known = {"seed": seed, "samples": samples, **plan.provenance(samples, samples)}
+    provenance = {**measured.provenance, "seed": seed, "samples": samples, **plan.provenance(samples, samples)}
     remarks = pd.concat([measured.remarks, subject.remarks], ignore_index=True)
-    return measured.replace({**measured.provenance, **known}, remarks=remarks, **tables)
+    return measured.replace(provenance, remarks=remarks, **tables)
+
+
+def _check(loaded: LoadedModel, labels: Tensor | None, plan: Plan, settings: _Settings) -> None:
+    """Refuse what a plan cannot measure of a model."""
+    refuse_masked(loaded.module, f"of which {plan.name} asks")
+    as_whole_number(settings.batch_size, "batch_size", 1)
+    as_whole_number(settings.seed, "seed", 0)
+    if settings.queries is not None and not plan.takes_drawn_queries:
+        raise InputError(f"{plan.name} needs every query: leave out queries.")
+    if labels is None or not loaded.external:
+        return
+    remedy = ""
+    if isinstance(plan, KSweepPlan):
+        if plan.reruns(external=True):
+            return
+        remedy = " To run it with masks: rerun=True."
+    raise InputError(f"labels are not read: {plan.name} compares no output of {loaded.path} with them.{remedy}")

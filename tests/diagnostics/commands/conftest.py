@@ -73,9 +73,10 @@ def sections(monkeypatch, here):
     def write(findings, folder, command, formats=(), keep_queries=False, sections=None, progress=None, look=None):
         folder = folder.path if isinstance(folder, ReportFolder) else folder
         asked.append((sections, findings.measurements, folder))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text('{"verdict": []}', encoding="utf-8")
-        return folder / "index.html", {"verdict": []}
+        place = getattr(folder, "path", folder)  # of a reserved folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "summary.json").write_text('{"verdict": []}', encoding="utf-8")
+        return place / "index.html", {"verdict": []}
 
     monkeypatch.setattr(report, "write_report", write)
     return asked

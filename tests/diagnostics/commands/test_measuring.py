@@ -135,7 +135,7 @@ def test_names_for_every_query_are_checked_before_anything_is_measured(tmp_path)
 
 def test_measuring_keeps_the_command_that_was_typed(tiny_runs, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["semdiag", "check", "x"])
-    asked = measuring.Asked(QUESTIONS["dispersion"], {"quiet": True}, frozenset())
+    asked = measuring.TypedRequest(QUESTIONS["dispersion"], {"quiet": True}, frozenset())
     found, _ = asked.measured([tiny_runs.full], Conditions(samples=4))
     measurements = found.measurements
     assert measurements.provenance["command"] == ["semdiag", "check", "x"]
@@ -146,7 +146,7 @@ def test_measuring_keeps_the_command_that_was_typed(tiny_runs, monkeypatch):
 @pytest.mark.parametrize("out", [None, "mine"])
 def test_a_page_is_this_commands_alone_before_anything_is_measured(out, tiny_runs, here):
     values = {"quiet": True, "out": out and Path(out)}
-    asked = measuring.Asked(QUESTIONS["dispersion"], values, frozenset())
+    asked = measuring.TypedRequest(QUESTIONS["dispersion"], values, frozenset())
     place = Path(out or output_folder("dispersion", [str(tiny_runs.full)], None))
 
     def survey_meanwhile(loaded, conditions, *_):
@@ -156,5 +156,5 @@ def test_a_page_is_this_commands_alone_before_anything_is_measured(out, tiny_run
 
     asked.measured([tiny_runs.full], Conditions(samples=4), survey_meanwhile)
     assert asked.folder.path == place
-    asked.held.close()
+    asked.resources.close()
     check_folder(place, False)

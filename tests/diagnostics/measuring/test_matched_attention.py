@@ -9,7 +9,7 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.mask_stability.measure import NoisePlan, mask_stability
+from semdiag.questions.mask_stability.measure import NoisePlan, noise_tables
 from semdiag_models import Encoder
 
 KINDS = {
@@ -95,4 +95,4 @@ def test_tables_of_other_kinds_go_together_with_them(encoder, padded_tokens, tin
 @pytest.mark.parametrize("kind", ["lsh", "routing"])
 def test_masks_that_scores_do_not_determine_are_not_put_under_noise(kind, wild_encoder, padded_tokens):
     with pytest.raises(NotAvailableError, match=f"do not say which keys {kind} attention keeps"):
-        mask_stability(wild_encoder(kind), *padded_tokens, NoisePlan((0.1,)))
+        noise_tables(wild_encoder(kind), *padded_tokens, NoisePlan((0.1,)))

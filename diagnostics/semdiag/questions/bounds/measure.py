@@ -53,7 +53,8 @@ def parameter_slopes(
     few = max(1, _SECANT_TOKENS // tokens.shape[1])
     generator = torch.Generator().manual_seed(seed)
 
-    first, classes = tokens[:few], labels[:few]
+    first = tokens[:few]
+    classes = labels[:few]
     valid = encoder.valid(first)
     with torch.no_grad():
         entering = [encoder.embed(first)]  # each block, and the classifier at last
@@ -92,7 +93,8 @@ def _largest_secant(
     generator: torch.Generator,
 ) -> float:
     """Return the natural logarithm of the steepest secant of the tensor alone."""
-    values, before = tensor.values, tensor.values.clone()
+    values = tensor.values
+    before = tensor.values.clone()
     radius = RADIUS * (float(before.norm()) or 1.0)
     directions = [torch.randn(before.shape, generator=generator, dtype=torch.float64) for _ in range(DIRECTIONS)]
     changes: list[float] = []
@@ -167,7 +169,8 @@ def measure_constants(
     classes = None if labels is None else labels[: len(tokens)].to(device, torch.int64)
     forms = network_forms(runner, traces)
     local = local_bounds(runner, tokens, classes) if secants else None
-    slopes, point = {}, {}
+    slopes = {}
+    point = {}
     if classes is not None:
         point = score_gradient_bounds(runner, tokens, classes) if secants else {}
         reach = max(float(trace.score_reach.max()) for trace in traces.layers)
@@ -183,7 +186,9 @@ def measure_constants(
 
 
 def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
-    weights, trace, sound = block.weights, block.trace, block.sound
+    weights = block.weights
+    trace = block.trace
+    sound = block.sound
     token = trace.token_norm.max()
     measured = {
         "gamma": weights.gamma, "upsilon": weights.upsilon, "token_norm": token[None],

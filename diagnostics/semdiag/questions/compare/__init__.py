@@ -10,8 +10,8 @@ import typer
 
 from semdiag.measuring.plan import Plan
 from semdiag.presenting import options
-from semdiag.presenting.options import chosen, option
-from semdiag.presenting.question import Asked, Question
+from semdiag.presenting.options import option, option_field
+from semdiag.presenting.question import YOUR_MODEL, Question, Request
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +28,7 @@ class ComparePlan(Plan):
 
     name: ClassVar[str] = "compare"
 
-    top: int = chosen(8, "k of the top-k keys whose overlap is shown.")
+    top: int = option_field(8, "k of the top-k keys whose overlap is shown.")
     base: "LoadedModel | None" = None  # None: the model itself, where nothing changes
     dtype: "torch.dtype | None" = None  # number format of the base; None: that of the model
 
@@ -74,12 +74,15 @@ def _ask(
     dtype_b: Annotated[
         str | None,
         option(
-            "Precision in which B runs, as of --dtype. Default: that of A.", metavar="NAME", show_default=False
+            "Precision in which B runs, as of --dtype. Default: that of A.",
+            metavar="NAME",
+            show_default=False,
+            rare=True,
         ),
     ] = None,
     *,
     plan: ComparePlan,
-    shared: Asked,
+    request: Request,
 ) -> None:
     from semdiag.capturing.loading import find_checkpoints
     from semdiag.questions.compare.measure import compare_survey
@@ -98,8 +101,8 @@ def _ask(
     measure = partial(compare_survey, top=plan.top, dtype=dtype_b)
     # Four stages: one sample of both, each of them alone, both together.
     models, against, stages = ([base], None, 3) if alone or model is None else ([model], base, 1)
-    findings, _ = shared.measured(models, shared.conditions(), measure, more_stages=stages, against=against)
-    shared.deliver(findings)
+    findings, _ = request.measured(models, request.conditions(), measure, more_stages=stages, against=against)
+    request.deliver(findings)
 
 
 QUESTION = Question(
@@ -120,4 +123,6 @@ QUESTION = Question(
     leave_out=("min_keys", "per_query", "jobs", "ray"),
     defaults={"batch_size": 8},
     needs=("compared",),
+    panel=YOUR_MODEL,
+    pictured=True,
 )

@@ -76,10 +76,12 @@ class _Outputs:
                 raise InputError(f"they are of the shapes {shapes[0]} and {shapes[1]}")
             one, two = (self._reader.read(output, batch, labels) for output in (before, after))
         except (TypeError, InputError) as error:
-            self.reason, self.rows = str(error).removesuffix("."), []
+            self.reason = str(error).removesuffix(".")
+            self.rows = []
             return
         for at in range(len(one.values)):
-            old, new = _sample(one, at), _sample(two, at)
+            old = _sample(one, at)
+            new = _sample(two, at)
             sums = {name: x.sum().item() for name, x in position_terms(old, new).items() if name in _SUMS}
             sums["loss_base"] = position_terms(old, old)["loss"].sum().item()
             self.rows.append({"sample": first + at, **sums, "output_change": output_change(old, new).item()})
@@ -98,7 +100,8 @@ def _sample(answers: Answers, at: int) -> Answers:
 
 def own_copy(call: AttentionCall) -> AttentionCall:
     """Return a copy of a call without its L × L scores, in memory of its own."""
-    plain, masks = ("q", "k", "v", "queries", "selected", "sinks"), ("allowed", "bias")
+    plain = ("q", "k", "v", "queries", "selected", "sinks")
+    masks = ("allowed", "bias")
     copies: dict[str, Any] = {name: _copy(x) for name in plain if (x := getattr(call, name)) is not None}
     copies |= {name: _narrow(x) for name in masks if (x := getattr(call, name)) is not None}
     return replace(call, **copies, mixed=_copy(call.mixed[..., :0]), fully_masked=None)
@@ -121,9 +124,9 @@ def total_variation(before: Tensor, after: Tensor) -> Tensor:
     return (change.abs().sum(-1) + change.sum(-1).abs()) / 2
 
 
-def output_parts(before: Tensor, after: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+def output_parts(before: Tensor, after: Tensor, values: Tensor, values_after: Tensor) -> tuple[Tensor, Tensor]:
     r"""Split the change of attention's outputs into that of the weights and that of the values."""
-    return (after - before) @ values, after @ (others - values)
+    return (after - before) @ values, after @ (values_after - values)
 
 
 _ENTRIES = 2**20  # weights of each model that are held at a time
@@ -146,20 +149,20 @@ class _Rows:
     values: Tensor  # (b, H, n, d)
 
 
-def refusal(base: AttentionCall, other: AttentionCall) -> str:
+def mismatch(base: AttentionCall, variant: AttentionCall) -> str:
     """Return why two calls cannot be compared."""
     names = "samples", "heads", "queries", "keys", "numbers in a value"
-    sizes = [(*call.q.shape[:3], call.k.shape[2], call.v.shape[3]) for call in (base, other)]
+    sizes = [(*call.q.shape[:3], call.k.shape[2], call.v.shape[3]) for call in (base, variant)]
     pairs = zip(names, *sizes, strict=True)
     return ", ".join(f"{one} {name} and {two}" for name, one, two in pairs if one != two)
 
 
-def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[str, Tensor]:
+def head_changes(base: AttentionCall, variant: AttentionCall, top: int) -> dict[str, Tensor]:
     """Compare the weights, scores and outputs of two attention calls."""
     batch, heads = base.q.shape[:2]
     sums = {name: torch.zeros(batch, heads, dtype=torch.float64, device=base.q.device) for name in SUMS}
     for samples, queries in _parts(base):
-        one, two = (_rows(call.part(samples, queries), top) for call in (base, other))
+        one, two = (_rows(call.part(samples, queries), top) for call in (base, variant))
         for name, values in _compared(one, two).items():
             if name == "largest":  # NaN stays
                 sums[name][samples] = torch.maximum(sums[name][samples], values.amax(-1))
@@ -181,46 +184,47 @@ def _rows(part: AttentionCall, top: int) -> _Rows:
     scores = part.scores(torch.float64)
     allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed
     allowed = allowed.expand(scores.shape)
-    kept = allowed if part.selected is None else allowed & as_mask(part.selected, scores.shape[-1])
-    number = kept.sum(-1)
-    seen = scores.masked_fill(~kept, -torch.inf)
-    logits = seen
+    attended = allowed if part.selected is None else allowed & as_mask(part.selected, scores.shape[-1])
+    number = attended.sum(-1)
+    attended_scores = scores.masked_fill(~attended, -torch.inf)
+    logits = attended_scores
     if part.sinks is not None:
-        sink = part.sinks.double()[None, :, None, None].expand(*seen.shape[:3], 1)
-        logits = torch.cat([seen, sink], -1)
-    weights = logits.softmax(-1)[..., : seen.shape[-1]]
-    top = min(top, seen.shape[-1])
-    order = largest_scores(seen, top)[1]
-    ranks = torch.arange(top, device=seen.device)
+        sink = part.sinks.double()[None, :, None, None].expand(*attended_scores.shape[:3], 1)
+        logits = torch.cat([attended_scores, sink], -1)
+    weights = logits.softmax(-1)[..., : attended_scores.shape[-1]]
+    top = min(top, attended_scores.shape[-1])
+    order = largest_scores(attended_scores, top)[1]
+    ranks = torch.arange(top, device=attended_scores.device)
     return _Rows(
         weights=weights.masked_fill(number[..., None] == 0, 0),
         attending=part.counted & (number > 0),
-        dispersion=seen.amax(-1) - scores.masked_fill(~kept, torch.inf).amin(-1),
+        dispersion=attended_scores.amax(-1) - scores.masked_fill(~attended, torch.inf).amin(-1),
         top=order.masked_fill(ranks >= number[..., None], -1),
         dropping=allowed.sum(-1) > number.clamp(max=top),
         values=part.v.double().repeat_interleave(part.q.shape[1] // part.v.shape[1], 1),
     )
 
 
-def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
+def _compared(base: _Rows, variant: _Rows) -> dict[str, Tensor]:
     """Return terms per query (b, H, r), 0 if the query does not count."""
-    counts = base.attending & other.attending
-    by_weights, by_values = output_parts(base.weights, other.weights, base.values, other.values)
-    output, after = base.weights @ base.values, other.weights @ other.values
+    counts = base.attending & variant.attending
+    by_weights, by_values = output_parts(base.weights, variant.weights, base.values, variant.values)
+    output = base.weights @ base.values
+    after = variant.weights @ variant.values
     norms = {"output": output, "by_weights": by_weights, "by_values": by_values, "change": after - output}
-    dropping = base.dropping | other.dropping
-    chosen = (rows.top.flatten(0, 2).cpu() for rows in (base, other))
+    dropping = base.dropping | variant.dropping
+    chosen = (rows.top.flatten(0, 2).cpu() for rows in (base, variant))
     overlap = overlaps(*chosen).view(counts.shape).to(counts.device)
-    variation = total_variation(base.weights, other.weights)
+    variation = total_variation(base.weights, variant.weights)
     terms = {
         "queries": torch.ones_like(variation), "total_variation": variation, "largest": variation,
-        "dispersion_base": base.dispersion, "dispersion": other.dispersion,
-        "moved": (other.dispersion - base.dispersion).abs(), "top_queries": dropping.double(),
+        "dispersion_base": base.dispersion, "dispersion": variant.dispersion,
+        "moved": (variant.dispersion - base.dispersion).abs(), "top_queries": dropping.double(),
         "overlap": overlap.where(dropping, 0.0),
         **{name: values.square().sum(-1) for name, values in norms.items()},
     }  # fmt: skip
     masked = {name: values.where(counts, 0.0) for name, values in terms.items()}
-    return masked | {"left_out": (base.attending != other.attending).double()}
+    return masked | {"left_out": (base.attending != variant.attending).double()}
 
 
 COMPARED = Table(
@@ -240,10 +244,13 @@ COMPARED = Table(
 class CallPairs:
     """Keeps the base's calls on a batch, and compares each with the other model's as that comes."""
 
-    def __init__(self, base: str, other: str, top: int) -> None:
-        self._refused, self._top = f"{base} and {other} cannot be compared:", top
+    def __init__(self, base: str, variant: str, top: int) -> None:
+        self._refused = f"{base} and {variant} cannot be compared:"
+        self._top = top
         self._numbers = SampleNumbers()
-        self._running, self._next, self._size = "", 0, 0
+        self._running = ""
+        self._next = 0
+        self._size = 0
         self._kept: list[AttentionCall | None] = []  # of the base, None once they are compared
         self._masks: list[Tensor] = []  # of them, each once
         self._parts: list[pd.DataFrame] = []
@@ -252,7 +259,10 @@ class CallPairs:
     @contextmanager
     def batch(self, samples: int) -> Iterator[None]:
         """Run both models on a batch inside the context."""
-        self._kept, self._masks, self._size, self._next = [], [], 0, 0
+        self._kept = []
+        self._masks = []
+        self._size = 0
+        self._next = 0
         self._numbers.start(samples)
         yield
         if self._next != len(self._kept):
@@ -273,19 +283,19 @@ class CallPairs:
         """Keep a copy of a call of the base."""
         if self._running != "base":
             return
-        kept = own_copy(call)
-        kept = replace(kept, allowed=self._shared(kept.allowed), bias=self._shared(kept.bias))
-        self._size += sum(x.nbytes for x in (kept.q, kept.k, kept.v))
+        copied = own_copy(call)
+        copied = replace(copied, allowed=self._shared(copied.allowed), bias=self._shared(copied.bias))
+        self._size += sum(x.nbytes for x in (copied.q, copied.k, copied.v))
         masks = sum(x.nbytes for x in self._masks)
         require_memory(self._size + masks, "To keep a batch of the attention of the base (see --batch-size)")
-        self._kept.append(kept)
+        self._kept.append(copied)
 
     def _shared(self, mask: Tensor | None) -> Tensor | None:
         if mask is None:
             return None
-        for known in self._masks:
-            if known.dtype == mask.dtype and torch.equal(known, mask):
-                return known
+        for held_mask in self._masks:
+            if held_mask.dtype == mask.dtype and torch.equal(held_mask, mask):
+                return held_mask
         self._masks.append(mask)
         return mask
 
@@ -293,13 +303,15 @@ class CallPairs:
         """Compare a call of the other model with the base's."""
         if self._running != "other":
             return
-        place, self._next = self._next, self._next + 1
+        place = self._next
+        self._next = self._next + 1
         if place >= len(self._kept) or (base := self._kept[place]) is None:
             return  # refused at the end, which says how many there are
-        self._kept[place], other = None, own_copy(call)
-        if reason := refusal(base, other):
+        self._kept[place] = None
+        variant = own_copy(call)
+        if reason := mismatch(base, variant):
             raise InputError(f"{self._refused} in layer {base.layer} they have {reason}.")
-        changes = head_changes(base, other, self._top)
+        changes = head_changes(base, variant, self._top)
         columns = {name: values.cpu() for name, values in changes.items()}
         if not all(bool(values.isfinite().all()) for values in columns.values()):
             raise InputError(f"{self._refused} in layer {base.layer} a score or a value is not a finite number.")
@@ -321,9 +333,9 @@ class CallPairs:
         return COMPARED.of_parts([rows.assign(**names)])
 
 
-def compare(
+def comparison_tables(
     base: LoadedModel,
-    other: LoadedModel,
+    variant: LoadedModel,
     batches: Sequence[Batch],
     top: int = ComparePlan.top,
     *,
@@ -334,13 +346,18 @@ def compare(
     remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> dict[str, pd.DataFrame]:
     """Run two models on the same batches, and compare their attention, call by call, and their outputs."""
-    pair = CallPairs(base.path, other.path, top)
-    with running(base, pair.keep, device, dtypes[0]) as one, running(other, pair.match, device, dtypes[1]) as two:
-        outputs, first = _Outputs(one.module), 0
+    pair = CallPairs(base.path, variant.path, top)
+    with (
+        running(base, pair.keep, device, dtypes[0]) as one,
+        running(variant, pair.match, device, dtypes[1]) as two,
+    ):
+        outputs = _Outputs(one.module)
+        first = 0
         for batch in batches:
             _check_batch(base, batch)
-            _check_batch(other, batch)
-            moved, size = batching.moved(batch, one.device, one.dtype), samples_of(batch)
+            _check_batch(variant, batch)
+            moved = batching.moved(batch, one.device, one.dtype)
+            size = samples_of(batch)
             batch_labels = None if labels is None else labels[first : first + size]
             random_numbers = RandomNumbers(one.device)
             with pair.batch(size):
@@ -353,11 +370,11 @@ def compare(
             first += size
             after_batch(size)
     if pair.left_out:
-        said = f"{pair.left_out:,} queries attend to a key in one of the two models alone, and are left out"
-        remark(said, "queries-left-out")
+        text = f"{pair.left_out:,} queries attend to a key in one of the two models alone, and are left out"
+        remark(text, "queries-left-out")
     for text, code in outputs.notes:
         remark(text, code)
-    names = {"model": other.path, "base": base.path}
+    names = {"model": variant.path, "base": base.path}
     rows = COMPARED_OUTPUTS.of_rows({**names, **row} for row in outputs.rows)
     return {"compared": pair.table(names), "compared_outputs": rows}
 
@@ -374,7 +391,7 @@ def measure_comparison(subject: Subject, plan: ComparePlan) -> Mapping[str, pd.D
     """Return the tables of a plan."""
     base = subject.model if plan.base is None else plan.base
     subject.progress.expect(sum(map(samples_of, subject.batches)))
-    return compare(
+    return comparison_tables(
         base,
         subject.model,
         subject.batches,
@@ -397,22 +414,23 @@ def compare_survey(
 ) -> Measurements:
     """Measure a base and a model on the base's inputs, and compare them."""
     progress = SurveyProgress() if progress is None else progress
-    base, other = models[-1], models[0]
+    base = models[-1]
+    variant = models[0]
     if len(models) == 1:
-        other = replace(base, path=f"{base.path} ({dtype or 'again'})", module=copy.deepcopy(base.module))
+        variant = replace(base, path=f"{base.path} ({dtype or 'again'})", module=copy.deepcopy(base.module))
     device = find_device(conditions.device)
-    of_base = conditions.decided([base, other], device)
-    of_other = of_base if dtype is None else replace(of_base, dtype=dtype).decided([other], device)
+    of_base = conditions.decided([base, variant], device)
+    of_other = of_base if dtype is None else replace(of_base, dtype=dtype).decided([variant], device)
     inputs = Inputs(*inputs_of(base, conditions), base)
     if len(models) > 1:
-        _check_tokens(base, other, inputs, conditions)
-    for model, settings in ((base, of_base), (other, of_other)):
+        _check_tokens(base, variant, inputs, conditions)
+    for model, settings in ((base, of_base), (variant, of_other)):
         if model.external:
             placed(model.module, device, DTYPES[settings.dtype])
     dtypes = DTYPES[of_base.dtype], DTYPES[of_other.dtype]
     progress.announce("one sample of both", 0)
-    compare(
-        base, other, list(first_samples(inputs.batches, 1)), top, labels=inputs.labels, device=device,
+    comparison_tables(
+        base, variant, list(first_samples(inputs.batches, 1)), top, labels=inputs.labels, device=device,
         dtypes=dtypes,
     )  # fmt: skip
     without_plan = replace(of_base, plans=())
@@ -421,33 +439,34 @@ def compare_survey(
         raise InputError(f"{base.path} cannot be compared: its attention scores are not finite numbers.")
     plan = ComparePlan(top, base, dtypes[0])
     with_plan = replace(of_other, plans=(plan,))
-    parts.append(survey([other], with_plan, progress, may_move_models=True, inputs=inputs))
+    parts.append(survey([variant], with_plan, progress, may_move_models=True, inputs=inputs))
     joined = Measurements.concat(parts)
     if joined[COMPARED].empty:
         why = joined.remarks.loc[joined.remarks["code"] == "no-compare", "text"].iloc[0]
-        raise InputError(f"{other.path} cannot be compared: {why.partition(' because ')[2]}.")
+        raise InputError(f"{variant.path} cannot be compared: {why.partition(' because ')[2]}.")
     joined.provenance.update(parts[1].provenance | parts[0].provenance)
     joined.provenance.update(model_dtype=parts[1].provenance["dtype"])
     return joined
 
 
-def _check_tokens(base: LoadedModel, other: LoadedModel, inputs: Inputs, conditions: Conditions) -> None:
-    if isinstance(base.module, Encoder) and isinstance(other.module, Encoder):
-        sizes = base.module.config.vocabulary_size, other.module.config.vocabulary_size
-        texts_of = [getattr(model.training, "text", None) for model in (base, other)]
+def _check_tokens(base: LoadedModel, variant: LoadedModel, inputs: Inputs, conditions: Conditions) -> None:
+    if isinstance(base.module, Encoder) and isinstance(variant.module, Encoder):
+        sizes = base.module.config.vocabulary_size, variant.module.config.vocabulary_size
+        texts_of = [getattr(model.training, "text", None) for model in (base, variant)]
         pieces = [getattr(text, "model", None) for text in texts_of]  # what cuts texts into tokens
         if sizes[0] != sizes[1] or pieces[0] != pieces[1]:
-            raise InputError(f"{base.path} and {other.path} cannot be compared: their token ids differ.")
-    file, texts = conditions.inputs, conditions.texts
+            raise InputError(f"{base.path} and {variant.path} cannot be compared: their token ids differ.")
+    file = conditions.inputs
+    texts = conditions.texts
     if file is None or file.suffix not in SUFFIXES or texts.tokenizer is not None:
         return
-    if {base.source, other.source} != {"hugging face"} or not has_tokenizer(find_folder(other.path)):
+    if {base.source, variant.source} != {"hugging face"} or not has_tokenizer(find_folder(variant.path)):
         return
     base_tokeniser = tokeniser_of(file, base, texts)
-    other_tokeniser = tokeniser_of(file, other, replace(texts, max_length=base_tokeniser.longest))
+    other_tokeniser = tokeniser_of(file, variant, replace(texts, max_length=base_tokeniser.longest))
     for number, text in enumerate(read_texts(file).texts[: sum(map(samples_of, inputs.batches))], 1):
         if not torch.equal(base_tokeniser([text])["input_ids"], other_tokeniser([text])["input_ids"]):
             raise InputError(
-                f"{base.path} and {other.path} cannot be compared: the token ids of text {number} differ. If the "
-                f"model was made to read those of the base, say so: --tokenizer {find_folder(base.path)}."
+                f"{base.path} and {variant.path} cannot be compared: the token ids of text {number} differ. If "
+                f"the model was made to read those of the base, say so: --tokenizer {find_folder(base.path)}."
             )

@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.options import chosen
-from semdiag.presenting.question import Asked, Question
+from semdiag.presenting.options import option_field
+from semdiag.presenting.question import TRAINING, Question, Request
 
 
 @dataclass(frozen=True)
 class ConvergencePlan:
     """What is measured of training runs."""
 
-    targets: tuple[tuple[str, float], ...] = chosen(  # by task; of an empty name: for all others
+    targets: tuple[tuple[str, float], ...] = option_field(  # by task; of an empty name: for all others
         (), "Training accuracy that counts as having learned. TASK=0.35 sets it for one task; repeatable.",
         "--target", metavar="FLOAT,TASK=FLOAT", show_default="0.95", read=options.targets,
     )  # fmt: skip
@@ -41,11 +41,11 @@ Runs = Annotated[
 ]
 
 
-def _ask(runs: Runs = None, *, plan: ConvergencePlan, shared: Asked) -> None:
+def _ask(runs: Runs = None, *, plan: ConvergencePlan, request: Request) -> None:
     from semdiag.questions.convergence.measure import convergence_survey
 
-    findings, _ = shared.measured(runs, shared.conditions(), partial(convergence_survey, plan=plan))
-    shared.deliver(findings)
+    findings, _ = request.measured(runs, request.conditions(), partial(convergence_survey, plan=plan))
+    request.deliver(findings)
 
 
 QUESTION = Question(
@@ -66,4 +66,5 @@ QUESTION = Question(
     needs=("runs",),
     external=False,
     place="screen",
+    panel=TRAINING,
 )

@@ -53,7 +53,8 @@ def dispersion_ratio(findings: Findings) -> Figure:
     compared = set(ratios["model"])
     panels = [p for p in panels_of(findings.measurements.models) if any(s.model in compared for s in p.series)]
     figure, axes = panel_grid(len(RATIO_PERCENTILES) * len(panels), columns=len(RATIO_PERCENTILES))
-    low, high = ratios[["ratio", "low"]].min().min(), ratios[["ratio", "high"]].max().max()
+    low = ratios[["ratio", "low"]].min().min()
+    high = ratios[["ratio", "high"]].max().max()
     places = [(panel, percentile) for panel in panels for percentile in RATIO_PERCENTILES]
     for ax, (panel, percentile) in zip(axes, places, strict=True):
         ax.set_yscale("log", base=2)

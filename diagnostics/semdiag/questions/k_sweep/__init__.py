@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from semdiag.measuring.plan import Plan, ReportOptions
 from semdiag.presenting import options
-from semdiag.presenting.options import chosen
-from semdiag.presenting.question import SAMPLING, Asked, Question
+from semdiag.presenting.options import option_field
+from semdiag.presenting.question import SAMPLING, YOUR_MODEL, Question, Request
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,30 +26,30 @@ class KSweepPlan(Plan):
     name: ClassVar[str] = "k-sweep"
     takes_drawn_queries: ClassVar[bool] = True
 
-    max_k: int | None = chosen(
+    max_k: int | None = option_field(
         None, "Measure every k up to this one. Default: up to 48, or one less than the length of shorter inputs; "
-        "of external models every k up to 8, then every fourth, and those that are run.",
+        "of external models every k up to 8, then every fourth, and those that are run.", rare=True,
     )  # fmt: skip
-    rerun: bool | None = chosen(  # None: of external models, and where another field asks for it
+    rerun: bool | None = option_field(  # None: of external models, and where another field asks for it
         False, "Run the model with real masks, and show how its loss, its output distribution and its predictions "
         "change. A control keeps as many keys at random. Default: of external models, and if one of the following "
         "options is given.", "--rerun/--no-rerun", show_default=False,
     )  # fmt: skip
-    tolerance: float | None = chosen(
+    tolerance: float | None = option_field(
         None, "The largest change that counts as none. Default: 0.01 nats of loss; 0.05 where only the outputs "
         "are known.",
     )  # fmt: skip
     budget: bool = False  # whether budgets by layer and head are looked for
-    ks: tuple[int, ...] = chosen(
+    ks: tuple[int, ...] = option_field(
         (), "Which k to run, like 4,8,16. Default: growing steps.",
         "--k", metavar="K,K", read=options.whole_numbers,
     )  # fmt: skip
-    kinds: tuple[str, ...] = chosen(
+    kinds: tuple[str, ...] = option_field(
         (), "Which kinds of sparse attention to run, of topk, topk-group, topk-layer, topk-4-layers, block-16, "
         "block-32, block-64, window, topp, random, or of engines: tile-64x64, skip-8 … Default: topk and random; "
         "of external models topk-layer, block-16 and window, too.", metavar="KIND,KIND", read=options.listed_names,
     )  # fmt: skip
-    lengths: tuple[int, ...] = chosen(
+    lengths: tuple[int, ...] = option_field(
         (), "Also cut the tokens of all texts, one behind the other, into pieces of these lengths, like 128,512, "
         "and run each: does the k that is needed grow with the length?",
         metavar="L,L", read=options.whole_numbers,
@@ -131,23 +131,23 @@ def _ask(
     ] = None,
     *,
     plan: KSweepPlan,
-    shared: Asked,
+    request: Request,
 ) -> None:
     import json
 
     from semdiag_files import InputError, write_text
 
-    models = shared.values["models"]
+    models = request.values["models"]
     if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
         raise InputError(
             f"--budget takes one MODEL, and the name of a .json file in a folder that exists. Got {budget}."
         )
-    asked = {"ks": "--k", "kinds": "--kinds", "lengths": "--lengths", "tolerance": "--tolerance"}
-    if plan.rerun is False and (unused := [asked[name] for name in asked if name in shared.typed]):
+    flags = {"ks": "--k", "kinds": "--kinds", "lengths": "--lengths", "tolerance": "--tolerance"}
+    if plan.rerun is False and (unused := [flag for name, flag in flags.items() if name in request.typed]):
         raise InputError(f"{unused[0]} is about runs with masks: leave out --no-rerun.")
     plan = replace(plan, budget=budget is not None)
-    findings, _ = shared.measured(models, shared.conditions(plans=(plan,)))
-    shared.deliver(findings)
+    findings, _ = request.measured(models, request.conditions(plans=(plan,)))
+    request.deliver(findings)
     if budget is not None:
         write_text(budget, json.dumps(QUESTION.json(findings)["results"][0]["budgets"], indent=1))
 
@@ -170,4 +170,6 @@ QUESTION = Question(
     needs=("sweep",),
     place="screen",
     leads=1,
+    panel=YOUR_MODEL,
+    pictured=True,
 )

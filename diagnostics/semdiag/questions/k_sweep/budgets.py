@@ -62,7 +62,8 @@ class NeededKeys:
         allowed = allowed_mask(part)
         several = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
         order = real_first(allowed.any(1).any(1), call)
-        allowed, scores = ordered(allowed, order), ordered(part.scores(torch.float64), order)
+        allowed = ordered(allowed, order)
+        scores = ordered(part.scores(torch.float64), order)
         scores = scores.masked_fill(~allowed, -torch.inf)
         weights = scores.softmax(-1).masked_fill(~allowed, 0)
         for block in BLOCKS:
@@ -73,7 +74,8 @@ class NeededKeys:
             if block > 1 and weights.shape[-1] <= block:
                 continue
             kept = _by_block(weights, block).gather(-1, falling).cumsum(-1)
-            heads, wide = kept.shape[1], kept.shape[-1] + 1
+            heads = kept.shape[1]
+            wide = kept.shape[-1] + 1
             first = wide * torch.arange(heads, device=kept.device)[:, None]  # of each head among all counts
             for level in LEVELS:
                 need = first + 1 + (kept < level).sum(-1).clamp(max=wide - 2)
@@ -83,8 +85,8 @@ class NeededKeys:
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
         """Return the smallest k of each head with which 95% of its queries keep a share of their weight."""
-        known = [place for place in self.layers if (place, block, level) in self.counts]
-        shares = {place: self.counts[place, block, level].cumsum(1) for place in known}
+        places = [place for place in self.layers if (place, block, level) in self.counts]
+        shares = {place: self.counts[place, block, level].cumsum(1) for place in places}
         enough = {place: x >= QUERIES * np.maximum(x[:, -1:], 1) for place, x in shares.items()}
         return {place: [max(1, int(k)) for k in x.argmax(1)] for place, x in enough.items()}
 
@@ -99,11 +101,12 @@ class NeededKeys:
         for (name, block), budget in budgets.items():
             for place, numbers in budget.items():
                 ranked = self.ranked[place, block]
-                whose = {"model": model, "budget": name, "block": block, "layer": self.layers[place]}
-                whose |= {"module": place[0], "occurrence": place[1]}
+                module, occurrence = place
+                facts = {"model": model, "budget": name, "block": block, "layer": self.layers[place]}
+                facts |= {"module": module, "occurrence": occurrence}
                 for head, k in enumerate(numbers):
                     sums = {"all_keys": ranked[head].sum(), "kept_keys": ranked[head, :k].sum()}
-                    rows.append({**whose, "head": head, "k": k, **sums})
+                    rows.append({**facts, "head": head, "k": k, **sums})
         return BUDGET_TABLE.of_rows(rows)
 
 
@@ -155,29 +158,64 @@ def search(
     """Return budgets, and the model's results with them on samples that were not used to choose them."""
     first, second = halves(batches)
     head = sum(map(samples_of, first))
-    known, others = (None, None) if labels is None else (labels[:head], labels[head:])
+    first_labels = None if labels is None else labels[:head]
+    second_labels = None if labels is None else labels[head:]
     needed = NeededKeys(min_keys)
     with running(loaded, needed.add, device, dtype) as run:
         for batch in first:
             run(batch)
 
     def cost(budget: Mapping[Place, Sequence[int]]) -> float:
-        again = rerun(loaded, first, known, [("budget", -1, rules(budget))], device, dtype)
+        again = rerun(loaded, first, first_labels, [("budget", -1, rules(budget))], device, dtype)
         return mean_change(again, "budget", -1)[1]
 
-    limit = tolerance or TOLERANCES[measure_of(rerun(loaded, first, known, [], device, dtype))]
+    limit = tolerance or TOLERANCES[measure_of(rerun(loaded, first, first_labels, [], device, dtype))]
     named: dict[tuple[str, int], Mapping[Place, Sequence[int]]] = {}
     for level in BY_WEIGHT:
         for block in needed.blocks:
-            name = f"weight-{100 * level:.0f}" + f"-blocks-of-{block}" * (block > 1)
+            name = f"weight-{100 * level:.0f}"
+            if block > 1:
+                name += f"-blocks-of-{block}"
             named[name, block] = needed.smallest(level, block)
     best = greedy(needed, cost, limit, _MOST_RUNS)
     if best is not None:
         named[GREEDY, 1] = best
     masks = [(name, -1, rules(budget, block)) for (name, block), budget in named.items()]
-    tests = rerun(loaded, second, others, masks, device, dtype)
+    tests = rerun(loaded, second, second_labels, masks, device, dtype)
     shifted = tests.assign(sample=tests["sample"] + head)
     return needed.table(loaded.path, named), shifted[shifted["mask"] != NO_MASK]
+
+
+class _Ladder:
+    """Budgets in which each head has its own share of the weight: its step among those of LEVELS."""
+
+    def __init__(self, needed: NeededKeys) -> None:
+        self.budgets = [needed.smallest(level) for level in LEVELS]
+
+    def places(self) -> list[tuple[Place, int]]:
+        """Return every head, as a place and a number there."""
+        return [(place, head) for place, numbers in self.budgets[0].items() for head in range(len(numbers))]
+
+    def k_at(self, head: tuple[Place, int], step: int) -> int:
+        """Return a head's k; below the first step it is 1."""
+        place, number = head
+        return 1 if step < 0 else self.budgets[step][place][number]
+
+    def budget(self, steps: Mapping[tuple[Place, int], int]) -> dict[Place, list[int]]:
+        """Return the k of every head at its step."""
+        return {
+            place: [self.k_at((place, head), steps[place, head]) for head in range(len(numbers))]
+            for place, numbers in self.budgets[0].items()
+        }
+
+    def moved(
+        self, steps: Mapping[tuple[Place, int], int], head: tuple[Place, int], by: int
+    ) -> dict[tuple[Place, int], int]:
+        """Move a head to the next step at which it has another k, if there is one."""
+        step = steps[head]
+        while self.k_at(head, step) == self.k_at(head, steps[head]) and step + by < len(self.budgets):
+            step += by
+        return {**steps, head: step}
 
 
 def greedy(
@@ -189,46 +227,32 @@ def greedy(
     margin: bool = True,
 ) -> dict[Place, list[int]] | None:
     """Return a budget with a small total whose cost is within a tolerance."""
-    ladder = [needed.smallest(level) for level in LEVELS]
-    start = next((step for step, budget in enumerate(ladder) if cost(budget) <= tolerance), None)
+    ladder = _Ladder(needed)
+    start = next((step for step, budget in enumerate(ladder.budgets) if cost(budget) <= tolerance), None)
     if start is None:
         return None
     runs = start + 1
-    at = {(place, head): start for place, numbers in ladder[0].items() for head in range(len(numbers))}
-
-    def budget_of(steps: Mapping[tuple[Place, int], int]) -> dict[Place, list[int]]:
-        return {
-            place: [1 if steps[place, h] < 0 else ladder[steps[place, h]][place][h] for h in range(len(numbers))]
-            for place, numbers in ladder[0].items()
-        }
-
-    def moved(one: tuple[Place, int], by: int) -> dict[tuple[Place, int], int]:
-        """Lower a head to the next share at which it has another k, if there is one."""
-        steps, (place, head) = dict(at), one
-        now = budget_of(at)[place][head]
-        while budget_of(steps)[place][head] == now and steps[one] + by < len(ladder):
-            steps[one] += by
-        return steps
-
+    steps = dict.fromkeys(ladder.places(), start)
     fixed: set[tuple[Place, int]] = set()
     while runs < most_runs:
-        now = budget_of(at)
-        free = [one for one in at if one not in fixed and now[one[0]][one[1]] > 1]
-        if not free:
+        ks = {head: ladder.k_at(head, step) for head, step in steps.items() if head not in fixed}
+        largest = max(ks, key=ks.__getitem__, default=None)
+        if largest is None or ks[largest] <= 1:
             break
-        one = max(free, key=lambda one: now[one[0]][one[1]])
-        lower = moved(one, -1)
+        lower = ladder.moved(steps, largest, -1)
         runs += 1
-        if cost(budget_of(lower)) <= tolerance:
-            at = lower
+        if cost(ladder.budget(lower)) <= tolerance:
+            steps = lower
         else:
-            fixed.add(one)
-    for one in fixed if margin else ():
-        at = moved(one, 1)
-    return budget_of(at)
+            fixed.add(largest)
+    if margin:
+        for head in fixed:
+            steps = ladder.moved(steps, head, 1)
+    return ladder.budget(steps)
 
 
-TOP_K, RANDOM = "topk", "random"
+TOP_K = "topk"
+RANDOM = "random"
 SINKS = 4  # first keys that a window keeps, as in StreamingLLM
 SHARES = 0.8, 0.9, 0.95, 0.99  # shares of the weight that top-p keeps
 # Described in docs/commands/k-sweep.md; in the order of tables.
@@ -252,34 +276,41 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
     if kind.startswith("block-"):
         block = int(kind.removeprefix("block-"))
         return TopK(k // block, block=block, by="mean") if k >= block else None
-    shared = {"topk-group": ("group", 1), "topk-layer": ("layer", 1), "topk-4-layers": ("layer", 4)}
-    how, every = shared.get(kind, ("head", 1))
-    return TopK(k, shared=how, every=every)  # type: ignore[arg-type]
+    choices = {"topk-group": ("group", 1), "topk-layer": ("layer", 1), "topk-4-layers": ("layer", 4)}
+    heads, layers = choices.get(kind, ("head", 1))  # that choose together
+    return TopK(k, shared=heads, every=layers)  # type: ignore[arg-type]
 
 
 def masks_of(
     ks: Sequence[int],
     seed: int,
     kinds: Sequence[str] = OWN_KINDS,
-    asked: Sequence[str] = (),
+    named_kinds: Sequence[str] = (),
     remark: Callable[[str, str], None] | None = None,
 ) -> list[tuple[str, int, Keep]]:
     """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent."""
     masks: list[tuple[str, int, Keep]] = []
-    for kind in [*(kind for kind in KINDS if kind in kinds), *(k for k in kinds if k.startswith(OF_ENGINES))]:
-        ruled = [(k, rule_of(kind, k, seed)) for k in ks]
-        if kind.startswith("skip-"):  # by its threshold alone
-            ruled = [(0, engine_rule(kind, 1))]
-        elif kind == "topp":
-            ruled = [(round(100 * p), TopP(p)) for p in SHARES]
-        elif kind in asked and not any(rule for _, rule in ruled):
+    engine_kinds = [kind for kind in kinds if kind.startswith(OF_ENGINES)]
+    for kind in [*(kind for kind in KINDS if kind in kinds), *engine_kinds]:
+        ruled = _ruled(kind, ks, seed)
+        if not ruled and kind in named_kinds:
             least = next(k for k in count(1) if rule_of(kind, k, seed) is not None)
             if remark is None:
                 raise InputError(f"{kind} needs k of at least {least}. Got {', '.join(map(str, ks))}.")
             text = f"{kind} is left out: it needs k of at least {least}, and {max(ks)} is the largest"
             remark(text, "k-left-out")
-        masks += [(kind, k, rule) for k, rule in ruled if rule is not None]
+        masks += [(kind, k, rule) for k, rule in ruled]
     return masks
+
+
+def _ruled(kind: str, ks: Sequence[int], seed: int) -> list[tuple[int, Keep]]:
+    """Return the k and the rules of a kind; none for a k that is too small for it."""
+    if kind.startswith("skip-"):  # by its threshold alone
+        return [(0, engine_rule(kind, 1))]
+    if kind == "topp":
+        return [(round(100 * share), TopP(share)) for share in SHARES]
+    rules_by_k = {k: rule_of(kind, k, seed) for k in ks}
+    return [(k, rule) for k, rule in rules_by_k.items() if rule is not None]
 
 
 def check_kinds(kinds: Sequence[str]) -> None:

@@ -59,18 +59,19 @@ def cost(findings: Findings) -> Figure:
         unasked = "No model was run with masks. To do so: semdiag k-sweep MODEL."
         raise NothingToDrawError(" ".join(failure_sentences(findings)) or unasked)
     by_length = _fixed_k(findings, models[0]) if len(models) == 1 else table.iloc[:0]
-    panels, height = len(models) + bool(len(by_length)), 3.4 if page_width() > 5 else 4
+    panels = len(models) + bool(len(by_length))
+    height = 3.4 if page_width() > 5 else 4
     figure, axes = panel_grid(panels, height=height, sharey=False)
     grid = axes[0].get_gridspec()
     if grid is not None and len(by_length) and page_width() > 5:
         grid.set_width_ratios([1.6, 1])
     for ax, model in zip(axes, models, strict=False):
-        own = table[table["model"] == model]
-        _draw(figure, ax, findings, own, "kept")
+        rows = table[table["model"] == model]
+        _draw(figure, ax, findings, rows, "kept")
         ax.set_xlabel("keys kept by a query")
-        _share_axis(ax, own["kept"])
+        _share_axis(ax, rows["kept"])
         name = f"{labels[model]}: " if len(models) > 1 else ""
-        ax.set_title(wrapped(ax, name + _finding(own)), fontweight="bold")
+        ax.set_title(wrapped(ax, name + _finding(rows)), fontweight="bold")
     if len(by_length):
         ax = axes[-1]
         _draw(figure, ax, findings, by_length, "length")
@@ -98,9 +99,9 @@ def _bands(table: pd.DataFrame) -> str:
 
 def _kinds(rows: pd.DataFrame) -> list[str]:
     """Return the kinds of masks that were run, those of engines last; budgets are none."""
-    known = set(rows["mask"])
-    return [kind for kind in KINDS if kind in known] + sorted(
-        kind for kind in known if kind.startswith(OF_ENGINES)
+    names = set(rows["mask"])
+    return [kind for kind in KINDS if kind in names] + sorted(
+        kind for kind in names if kind.startswith(OF_ENGINES)
     )
 
 
@@ -108,8 +109,8 @@ def _share_axis(ax: Axes, shares: pd.Series) -> None:
     smallest = float(shares.min())
     if shares.max() > _FAR * smallest:
         ax.set_xscale("log")
-        known = [share for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1) if share >= smallest / 2]
-        ax.xaxis.set_major_locator(FixedLocator(known))
+        shares_marked = [share for share in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1) if share >= smallest / 2]
+        ax.xaxis.set_major_locator(FixedLocator(shares_marked))
         ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter("{x:.0%}" if smallest > 0.01 else "{x:.1%}")
 
@@ -142,7 +143,8 @@ def _length_finding(rows: pd.DataFrame) -> str:
 
 def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, along: str) -> None:
     measure = str(rows["measure"].iloc[0])
-    unit, tolerance = unit_of(findings, str(rows["model"].iloc[0])), tolerance_of(findings, measure)
+    unit = unit_of(findings, str(rows["model"].iloc[0]))
+    tolerance = tolerance_of(findings, measure)
     limit = _scaled(unit, np.array([tolerance]))[0]
     floor = 10.0 ** math.floor(math.log10(limit / 5))
     values = {name: _scaled(unit, rows[name].to_numpy(np.float64)) for name in ("change", "low", "high")}
@@ -164,17 +166,18 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
     ax.set_ylabel("increase of perplexity" if unit.perplexity else _CHANGES[measure])
     names: list[tuple[float, str, str, str]] = []
     for kind in _kinds(rows):
-        own, style = rows[rows["mask"] == kind], mask_style(kind)
-        own = own[np.isfinite(own["change"])]
-        if own.empty:
+        of_kind = rows[(rows["mask"] == kind) & np.isfinite(rows["change"])]
+        style = mask_style(kind)
+        if of_kind.empty:
             continue
-        x, y = own[along].to_numpy(), own["change"].clip(lower=floor).to_numpy()
-        low, high = (own[name].clip(lower=floor).to_numpy() for name in ("low", "high"))
+        x = of_kind[along].to_numpy()
+        y = of_kind["change"].clip(lower=floor).to_numpy()
+        low, high = (of_kind[name].clip(lower=floor).to_numpy() for name in ("low", "high"))
         group = f"{'lengths' if along == 'length' else 'keys'}-{kind}"
         (line,) = ax.plot(x, y, color=style.color, linestyle=style.line, linewidth=style.width)
         line.set_gid(f"{group}--line")
         ax.fill_between(x, low, high, color=style.color, alpha=0.15, linewidth=0).set_gid(f"{group}--band")
-        for at, row in enumerate(records(own)):
+        for at, row in enumerate(records(of_kind)):
             below = row["change"] < floor
             (point,) = ax.plot(
                 x[at], y[at], color=style.color, marker=style.marker, markersize=5, clip_on=False,

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import MASK_NAMES, PADDED, Batch
@@ -56,11 +56,11 @@ def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
             return None, batch, None
     elif isinstance(batch, Mapping):
         ids = token_ids(batch)
-        others = set(batch) - set(ids) - set(MASK_NAMES) - {"token_type_ids"}
-        if len(ids) == 1 and not others:
+        unread = set(batch) - set(ids) - set(MASK_NAMES) - {"token_type_ids"}
+        if len(ids) == 1 and not unread:
             name, values = next(iter(ids.items()))
             masks = [(mask, batch[mask].bool()) for mask in MASK_NAMES if batch.get(mask) is not None]
-            real = [~given if mask in PADDED else given for mask, given in masks]
+            real = [~tokens if mask in PADDED else tokens for mask, tokens in masks]
             return str(name), values, real[0] if real else None
     raise InputError("--lengths cuts texts or token ids alone: leave out labels and other arguments.")
 
@@ -113,75 +113,96 @@ def carry_out(order: _RerunOrder) -> _Passes | str:
 
 def passes(order: _RerunOrder, after_batch: Callable[[int], None]) -> _Passes:
     """Run a model without a mask and with each of several."""
-    loaded, labels, passes = order.loaded, order.labels, _Passes()
-    with in_evaluation(loaded, order.device, order.dtype) as (module, place, kind):
-
-        def run(batch: Batch) -> Any:
-            numbers.again()
-            return batching.call(module, batch)
-
-        def add(at: Place, name: str, k: int, after: Answers, counts: dict[str, float]) -> None:
-            passes.rows[at] = list(_rows(name, k, first, before, after, counts, order.chunk))
-
-        first, reader = 0, None
-        for number, given in enumerate(order.batches):
+    finished = _Passes()
+    with in_evaluation(order.loaded, order.device, order.dtype) as (module, place, dtype):
+        runs = _Runs(order, finished, module, after_batch)
+        first = 0
+        for number, inputs in enumerate(order.batches):
+            batch = batching.moved(inputs, place, dtype)
+            size = batching.samples_of(inputs)
             numbers = RandomNumbers(place)
-            batch, size = batching.moved(given, place, kind), batching.samples_of(given)
-            own = None if labels is None else labels[first : first + size]
             try:
-                if reader is None:
-                    reader = Reader(module, batch, labels, run)
-                    before, reader.output = reader.read(reader.output, batch, own), None
-                else:
-                    before = reader.read(run(batch), batch, own)
-                plain = loaded.external and bool(before.counted.all())
-                passes.drew = passes.drew or numbers.drawn
-                if order.plain:
-                    add((number, 0), NO_MASK, 0, before, {})
-                after_batch(size)
-                for mask, name, k, keep in order.numbered:
-                    if name in passes.refused:
-                        continue
-                    try:
-                        with sparsify(module, keep) as restricted:
-                            output = run(batch)
-                    except InputError as error:
-                        if name not in order.optional:
-                            raise
-                        passes.refused[name] = (number, mask), str(error)
-                        continue
-                    counts = dict(zip(("kept", "keys"), (n / size for n in restricted.totals), strict=True))
-                    passes.padded |= plain and before.counted.shape[1] in restricted.padded
-                    after = reader.read(output, batch, own)
-                    after_batch(size)
-                    add((number, mask), name, k, after, counts)
+                runs.add(number, batch, first, size, numbers)
             except InputError:
                 raise
             except Exception as error:  # whatever the model raises
-                if (full := no_room(loaded.path, batch, error)) is not None:
+                if (full := no_room(order.loaded.path, batch, error)) is not None:
                     raise full from None
                 message = " ".join(str(error).split())[:200]
                 raise InputError(
-                    f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {message})."
+                    f"{order.loaded.path} cannot be run with a mask ({type(error).__name__}: {message})."
                 ) from error
             first += size
-    passes.notes = [] if reader is None else output_notes(reader)
-    passes.state = torch.get_rng_state()
-    return passes
+    finished.notes = [] if runs.reader is None else output_notes(runs.reader)
+    finished.state = torch.get_rng_state()
+    return finished
+
+
+class _Runs:
+    """The runs of a model on one batch after another, which the first reads."""
+
+    def __init__(
+        self, order: _RerunOrder, finished: _Passes, module: nn.Module, after_batch: Callable[[int], None]
+    ) -> None:
+        self.order = order
+        self.finished = finished
+        self.module = module
+        self.after_batch = after_batch
+        self.reader: Reader | None = None
+
+    def add(self, number: int, batch: Batch, first: int, size: int, numbers: RandomNumbers) -> None:
+        """Run a batch, which begins at sample ``first``, without a mask and with each."""
+        order = self.order
+        finished = self.finished
+
+        def run(batch: Batch) -> Any:
+            numbers.again()
+            return batching.call(self.module, batch)
+
+        labels = None if order.labels is None else order.labels[first : first + size]
+        if self.reader is None:
+            self.reader = Reader(self.module, batch, order.labels, run)
+            before = self.reader.read(self.reader.output, batch, labels)
+            self.reader.output = None  # its memory is needed
+        else:
+            before = self.reader.read(run(batch), batch, labels)
+        unpadded = order.loaded.external and bool(before.counted.all())
+        finished.drew = finished.drew or numbers.drawn
+        if order.plain:
+            finished.rows[number, 0] = list(_rows(NO_MASK, 0, first, before, before, {}, order.chunk))
+        self.after_batch(size)
+        for mask, name, k, rule in order.numbered:
+            if name in finished.refused:
+                continue
+            try:
+                with sparsify(self.module, rule) as restricted:
+                    output = run(batch)
+            except InputError as error:
+                if name not in order.optional:
+                    raise
+                finished.refused[name] = (number, mask), str(error)
+                continue
+            kept, keys = restricted.totals
+            finished.padded |= unpadded and before.counted.shape[1] in restricted.padded
+            after = self.reader.read(output, batch, labels)
+            self.after_batch(size)
+            counts = {"kept": kept / size, "keys": keys / size}
+            finished.rows[number, mask] = list(_rows(name, k, first, before, after, counts, order.chunk))
 
 
 def _rows(
     mask: str, k: int, first: int, before: Answers, after: Answers, counts: dict[str, float], chunk: int
 ) -> Iterator[dict[str, Any]]:
-    counted, terms = before.counted, position_terms(before, after)
-    chunk *= before.distribution
-    parts, sums = _chunk_sums(counted, terms, chunk)
-    changes, listed = output_change(before, after).tolist(), {name: x.tolist() for name, x in sums.items()}
+    if not before.distribution:
+        chunk = 0
+    parts, sums = _chunk_sums(before.counted, position_terms(before, after), chunk)
+    changes = output_change(before, after).tolist()
+    listed = {name: x.tolist() for name, x in sums.items()}
     counts = {"kept": math.nan, "keys": math.nan} | counts
-    for at, many in enumerate(parts.tolist()):
+    for at, number in enumerate(parts.tolist()):
         place = {"mask": mask, "k": k, "sample": first + at, "chunk": chunk, "classes": before.classes}
-        place |= {"output_change": changes[at]} | {name: count / many for name, count in counts.items()}
-        for part in range(many):
+        place |= {"output_change": changes[at]} | {name: count / number for name, count in counts.items()}
+        for part in range(number):
             yield {**place, "part": part, **{name: x[at][part] for name, x in listed.items()}}
 
 
@@ -245,7 +266,8 @@ def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[float, float]:
     """Return the mean change by a mask, and its upper end: that and twice its standard error over samples."""
     parts = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
     sums, counts = unit_changes(measure_of(again), *(part.set_index(UNITS) for part in parts))
-    sums, counts = sums[counts > 0], counts[counts > 0]
+    sums = sums[counts > 0]
+    counts = counts[counts > 0]
     mean = float(sums.sum() / counts.sum())
     samples = max(2, len(sums))
     error = math.sqrt(samples / (samples - 1) * float(((sums - mean * counts) ** 2).sum())) / float(counts.sum())
@@ -266,28 +288,40 @@ def rerun(
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients."""
     samples = sum(map(batching.samples_of, batches))
-    plain = isinstance(labels, Tensor)
-    if labels is not None and not (plain and labels.ndim and len(labels) == samples):
-        got = f"shape {tuple(labels.shape)} for {counted(samples, 'sample')}" if plain else type(labels).__name__
-        raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
+    if labels is not None:
+        _check_labels(labels, samples)
     numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
-    order = _RerunOrder(
-        loaded, batches, labels, numbered, optional, device, dtype, chunk=CHUNK * (samples < FEWEST)
+    chunk = CHUNK if samples < FEWEST else 0
+    order = _RerunOrder(loaded, batches, labels, numbered, optional, device, dtype, chunk=chunk)
+    finished = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
+    for text, code in _pass_notes(finished):
+        remark(text, code)
+    rows = (row for place in sorted(finished.rows) for row in finished.rows[place])
+    return RERUN_TABLE.of_rows(
+        {"model": loaded.path, **row} for row in rows if row["mask"] not in finished.refused
     )
-    passed = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
-    if passed.padded:
-        remark(
+
+
+def _check_labels(labels: Any, samples: int) -> None:
+    is_tensor = isinstance(labels, Tensor)
+    if is_tensor and labels.ndim and len(labels) == samples:
+        return
+    got = f"shape {tuple(labels.shape)} for {counted(samples, 'sample')}" if is_tensor else type(labels).__name__
+    raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
+
+
+def _pass_notes(finished: _Passes) -> Iterator[tuple[str, str]]:
+    """Return remarks on passes, each with a code."""
+    if finished.padded:
+        yield (
             "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it",
             "padding-compared",
         )
-    for name, (_, why) in sorted(passed.refused.items(), key=lambda each: each[1]):
-        remark(f"{name} was not run: {why}", "kind-not-run")
-    if passed.drew:
-        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
-    for text, code in passed.notes:
-        remark(text, code)
-    every = (row for place in sorted(passed.rows) for row in passed.rows[place])
-    return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in every if row["mask"] not in passed.refused)
+    for name, (_, reason) in sorted(finished.refused.items(), key=lambda refusal: refusal[1]):
+        yield f"{name} was not run: {reason}", "kind-not-run"
+    if finished.drew:
+        yield f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward"
+    yield from finished.notes
 
 
 def _divided(order: _RerunOrder, jobs: int) -> _Passes:
@@ -301,15 +335,15 @@ def _divided(order: _RerunOrder, jobs: int) -> _Passes:
         (order.loaded.path, replace(order, numbered=share, plain=not place, state=state))
         for place, share in enumerate(shares)
     ]
-    first: _Passes
-    first, *others = run_in_parallel(orders, workers)
-    for other in others:
-        first.rows |= other.rows
-        for name, refusal in other.refused.items():
-            first.refused[name] = min(refusal, first.refused.get(name, refusal))
-        first.padded |= other.padded
-    torch.set_rng_state(first.state)
-    return first
+    merged: _Passes
+    merged, *rest = run_in_parallel(orders, workers)
+    for part in rest:
+        merged.rows |= part.rows
+        for name, refusal in part.refused.items():
+            merged.refused[name] = min(refusal, merged.refused.get(name, refusal))
+        merged.padded |= part.padded
+    torch.set_rng_state(merged.state)
+    return merged
 
 
 def output_notes(reader: Reader) -> list[tuple[str, str]]:
@@ -323,4 +357,4 @@ def output_notes(reader: Reader) -> list[tuple[str, str]]:
         (reader.reason, as_outputs, "logits-as-outputs"),
         (reader.loss, own_loss, "loss-of-logits"),
     )
-    return [(text, code) for wanted, text, code in notes if wanted]
+    return [(text, code) for applies, text, code in notes if applies]

@@ -38,8 +38,11 @@ class Rows:
 
     def __init__(self, seed: int, stream: int, ks: Sequence[int], output_ks: Sequence[int]) -> None:
         self.share = 1.0  # probability with which a row is held; halved whenever there are too many
-        self._ks, self._output_ks = ks, output_ks
-        self._seed, self._stream, self._held = seed, stream, 0
+        self._ks = ks
+        self._output_ks = output_ks
+        self._seed = seed
+        self._stream = stream
+        self._held = 0
         self._whole: list[tuple[int, Columns]] = []  # (…, H, N) of each call, while all rows are held
         self._drawn: list[Columns] = []  # (…, n), afterwards
         # generators of luck, by layer and head; they follow the rows, whatever the batches
@@ -70,8 +73,8 @@ class Rows:
             self._whole.append((layer, part))
             self._held += _size(part)
         while self._held > _MOST_NUMBERS:
-            for whole in self._whole:
-                self._count(*whole)
+            for layer_and_part in self._whole:
+                self._count(*layer_and_part)
             self.share /= 2
             self._drawn = [_chosen(part, part["luck"] < self.share) for part in self._drawn]
             while self._whole:
@@ -85,7 +88,7 @@ class Rows:
 
     def _count(self, layer: int, part: Columns) -> None:
         used = part["luck"] < _UNUSED
-        for k, name, values in quantities(part, self._ks, self._output_ks):
+        for k, name, values in sweep_quantities(part, self._ks, self._output_ks):
             totals = [_totals(values, used)]
             if (k, name, layer) in self._totals:
                 totals.append(self._totals[k, name, layer])
@@ -93,9 +96,11 @@ class Rows:
 
     def held(self) -> Columns:
         """Return what is held, (…, n), in the order of layers and heads; ``place`` numbers these."""
-        parts = [*self._drawn, *(_drawn(*whole, 1) for whole in self._whole)]
-        self._drawn, self._whole = parts, []
-        home, names = parts[0]["place"].device, [*parts[0]]  # layers may be on several devices
+        parts = [*self._drawn, *(_drawn(*undrawn, 1) for undrawn in self._whole)]
+        self._drawn = parts
+        self._whole = []
+        home = parts[0]["place"].device  # layers may be on several devices
+        names = [*parts[0]]
         order = torch.cat([part["place"].to(home) for part in parts]).argsort(stable=True)
         joined = {name: torch.cat([part.pop(name).to(home) for part in parts], -1)[..., order] for name in names}
         self._drawn = [joined]
@@ -110,28 +115,30 @@ class Rows:
         """Return the percentiles of all quantities for each k, by layer and head, then pooled."""
         held = self.held()
         codes, sizes = _sizes(held["place"])
-        layers, heads = codes.div(_HEADS, rounding_mode="floor"), codes.remainder(_HEADS)
-        names, rows = list[tuple[int, str]](), list[Tensor]()
-        for k, name, values in quantities(held, self._ks, self._output_ks):
+        layers = codes.div(_HEADS, rounding_mode="floor")
+        heads = codes.remainder(_HEADS)
+        names = list[tuple[int, str]]()
+        rows = list[Tensor]()
+        for k, name, values in sweep_quantities(held, self._ks, self._output_ks):
             rows.append(torch.cat([summaries(_by_place(values, sizes), sizes), summaries(values[None])]))
             if self.share < 1:
                 totals = self._of_places(k, name, layers, heads)
-                known = totals[:, :1] - totals[:, 1:2]
-                ends = totals[:, 4:].masked_fill(known == 0, math.nan)  # none where nothing is defined
-                rows[-1][:, _EXACT] = torch.cat([totals[:, :3], totals[:, 3:4] / known, ends], 1)
+                defined = totals[:, :1] - totals[:, 1:2]
+                ends = totals[:, 4:].masked_fill(defined == 0, math.nan)  # none where nothing is defined
+                rows[-1][:, _EXACT] = torch.cat([totals[:, :3], totals[:, 3:4] / defined, ends], 1)
             names.append((k, name))
         numbers = torch.stack(rows, 1).flatten(0, 1).cpu().numpy()  # (places + 1) · quantities
         table = pd.DataFrame(numbers, columns=[*COLUMNS]).astype(dict.fromkeys(_COUNTS, np.int64))
-        whose = (torch.cat([x, x.new_tensor([ALL])]).cpu().numpy().repeat(len(names)) for x in (layers, heads))
+        places = (torch.cat([x, x.new_tensor([ALL])]).cpu().numpy().repeat(len(names)) for x in (layers, heads))
         ks, quantity = (np.tile(np.array(each), len(codes) + 1) for each in zip(*names, strict=True))
-        return table.assign(**dict(zip(("layer", "head"), whose, strict=True)), k=ks, quantity=quantity)
+        return table.assign(**dict(zip(("layer", "head"), places, strict=True)), k=ks, quantity=quantity)
 
     def _of_places(self, k: int, name: str, layers: Tensor, heads: Tensor) -> Tensor:
         """Return the totals of a quantity by layer and head, then of all, (places + 1, 6)."""
-        known = {layer: x for (at, other, layer), x in self._totals.items() if (at, other) == (k, name)}
-        starts = np.cumsum([0, *map(len, known.values())])
-        first = dict(zip(known, starts.tolist(), strict=False))
-        every = torch.cat([x.to(heads.device) for x in known.values()])
+        of_layers = {layer: x for (at, quantity, layer), x in self._totals.items() if (at, quantity) == (k, name)}
+        starts = np.cumsum([0, *map(len, of_layers.values())])
+        first = dict(zip(of_layers, starts.tolist(), strict=False))
+        every = torch.cat([x.to(heads.device) for x in of_layers.values()])
         at = torch.tensor([first[layer] for layer in layers.tolist()], device=heads.device) + heads
         return torch.cat([every[at], _joint(every)[None]])
 
@@ -162,8 +169,8 @@ def _by_place(values: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _sizes(places: Tensor) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = torch.unique_consecutive(places, return_counts=True)
-    return found
+    runs: tuple[Tensor, Tensor] = torch.unique_consecutive(places, return_counts=True)
+    return runs
 
 
 def _size(part: Columns) -> int:
@@ -184,28 +191,36 @@ def _chosen(part: Columns, some: Tensor) -> Columns:
     return {name: x.index_select(-1, rows) for name, x in part.items()}
 
 
-def quantities(part: Columns, ks: Sequence[int], output_ks: Sequence[int]) -> Iterator[tuple[int, str, Tensor]]:
+def sweep_quantities(
+    part: Columns, ks: Sequence[int], output_ks: Sequence[int]
+) -> Iterator[tuple[int, str, Tensor]]:
     """Yield every quantity of every k in float64, over the queries or keys of columns (…, n)."""
     if "load" in part:
         yield from ((k, "load", values.double()) for k, values in zip(ks, part["load"], strict=False))
         return
-    top, whole, keys = part["top"], part["range"].double(), part["keys"]
-    yield 0, "dispersion", whole
-    yield 0, "ln_sound", fixed_mask_stability(whole, keys).log_value
-    highest, others = top[0].double(), part["others"].double().where(keys > 1, 0)
-    mass, besides = torch.zeros_like(whole), torch.zeros_like(whole)
+    top = part["top"]
+    full_range = part["range"].double()
+    keys = part["keys"]
+    yield 0, "dispersion", full_range
+    yield 0, "ln_sound", fixed_mask_stability(full_range, keys).log_value
+    highest = top[0].double()
+    log_sum_besides = part["others"].double().where(keys > 1, 0)
+    mass = torch.zeros_like(full_range)
+    besides = torch.zeros_like(full_range)
     for k in range(1, ks[-1] + 1):
-        score, drops = top[k - 1].double(), keys > k  # where nothing is dropped scores may be -inf
+        score = top[k - 1].double()
+        drops = keys > k  # where nothing is dropped scores may be -inf
         mass += (score - part["log_sum_exp"]).exp()
-        besides += (score.masked_fill(part["first_rank"] == k - 1, -math.inf) - others).exp()
+        besides += (score.masked_fill(part["first_rank"] == k - 1, -math.inf) - log_sum_besides).exp()
         if k not in ks:
             continue
-        lowest, following = score.where(drops, 0), top[k].double().where(drops, 0)
-        dispersion = (highest - lowest).where(drops, whole)
+        lowest = score.where(drops, 0)
+        following = top[k].double().where(drops, 0)
+        dispersion = (highest - lowest).where(drops, full_range)
         separation = (lowest - following).masked_fill(~drops, math.inf)
         row = dispersion, separation, keys.clamp(max=k)
         yield k, "dispersion", dispersion
-        yield k, "ratio", (dispersion / whole).masked_fill(~(drops & (whole > 0)), math.nan)
+        yield k, "ratio", (dispersion / full_range).masked_fill(~(drops & (full_range > 0)), math.nan)
         yield k, "separation", separation
         yield k, "weight_kept", mass.clamp(max=1).masked_fill(~drops, math.nan)
         yield k, "weight_kept_without_first", besides.clamp(max=1).masked_fill(~drops, math.nan)
@@ -277,7 +292,8 @@ class TopScores:
         }
         if places is not None:
             numbers = torch.from_numpy(self.samples.of(len(call.q))).to(call.q.device)
-            shape, index = places.shape, torch.arange(places.shape[2], device=call.q.device)
+            shape = places.shape
+            index = torch.arange(places.shape[2], device=call.q.device)
             columns["sample"] = numbers[:, None, None].expand(shape)
             columns["stratum"] = index.div(PER_STRATUM, rounding_mode="floor").expand(shape)
         counted = rows.attending & (statistics.keys >= self.min_keys)
@@ -291,10 +307,10 @@ class TopScores:
         some = {name: x for name, x in (("queries", self.queries), ("keys", self.keys)) if x.share < 1}
         if not some:
             return ""
-        drawn = " and ".join(f"one in {round(1 / x.share)} {name}" for name, x in some.items())
+        shares = " and ".join(f"one in {round(1 / x.share)} {name}" for name, x in some.items())
         error = max(rank_error(x.fewest) for x in some.values())
         return (
-            f"percentiles of the sweep by k are those of {drawn}, drawn by chance (seed {self.draws.seed}): of a "
+            f"percentiles of the sweep by k are those of {shares}, drawn by chance (seed {self.draws.seed}): of a "
             f"head off by at most {error:.1%} in rank (99% confidence); counts, means and extremes are of all"
         )
 
@@ -304,7 +320,7 @@ class TopScores:
         samples = held["sample"].cpu().numpy()
         key = torch.stack([held["place"], held["sample"], held["stratum"]], 1)
         strata = torch.unique(key, dim=0, return_inverse=True)[1].cpu().numpy()
-        for k, quantity, values in quantities(held, self._ks, self._output_ks):
+        for k, quantity, values in sweep_quantities(held, self._ks, self._output_ks):
             if quantity not in _ESTIMATED or k > self._most:
                 continue
             each = values.cpu().numpy()

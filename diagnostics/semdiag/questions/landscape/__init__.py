@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from semdiag.measuring.plan import Plan, ReportOptions
-from semdiag.presenting.options import check_least, chosen
+from semdiag.presenting.options import check_least, option_field
 from semdiag.presenting.question import Question
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ class LandscapePlan(Plan):
 
     name: ClassVar[str] = "loss surface"
 
-    planes: int = chosen(1, "Random planes through each checkpoint.")
-    radius: float = chosen(
+    planes: int = option_field(1, "Random planes through each checkpoint.", rare=True)
+    radius: float = option_field(
         1.0, "Half the side of a random plane. 1: each tensor moves by up to its own norm along each of the two "
-        "directions.",
+        "directions.", rare=True,
     )  # fmt: skip
-    grid: int = chosen(25, "Cells per side; an odd number.")  # odd, so that the checkpoint is a cell
+    grid: int = option_field(25, "Cells per side; an odd number.", rare=True)  # so that the checkpoint is a cell
 
     def __post_init__(self) -> None:
         from semdiag_files import InputError

@@ -27,7 +27,7 @@ LANDSCAPE = Table(
 )
 
 
-def landscape(
+def landscape_table(
     model: LoadedModel | Encoder,
     tokens: Tensor,
     labels: Tensor | None = None,
@@ -63,7 +63,7 @@ def measure_landscape(subject: Subject, plan: LandscapePlan) -> Mapping[str, pd.
     """Return the tables of a plan."""
     if subject.model.external:
         raise NotAvailableError("its loss is not known")
-    table = landscape(
+    table = landscape_table(
         subject.model,
         subject.tokens,
         subject.labels,

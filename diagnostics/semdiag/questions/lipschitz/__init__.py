@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from semdiag.measuring.plan import Plan, ReportOptions
-from semdiag.presenting.options import check_least, chosen, shared
+from semdiag.presenting.options import check_least, option_field, shared_field
 from semdiag.presenting.question import Question
 
 if TYPE_CHECKING:
@@ -24,12 +24,15 @@ class LipschitzPlan(Plan):
 
     name: ClassVar[str] = "Lipschitz estimates"
 
-    samples: int = shared(100)  # inputs behind every loss
-    planes: int = chosen(8, "Random planes in which secants are taken. Intervals resample the planes.")
-    directions: int = chosen(8, "Points on each circle in a plane, one per direction.")
-    draws: int = chosen(120, "Random parameters at which gradients are taken.")
-    radius: float = chosen(
+    samples: int = shared_field(100)  # inputs behind every loss
+    planes: int = option_field(
+        8, "Random planes in which secants are taken. Intervals resample the planes.", rare=True
+    )
+    directions: int = option_field(8, "Points on each circle in a plane, one per direction.")
+    draws: int = option_field(120, "Random parameters at which gradients are taken.", rare=True)
+    radius: float = option_field(
         1.0, "Largest radius, relative to each tensor's norm. Six smaller ones follow, each half of the last.",
+        rare=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -139,10 +139,10 @@ def plane_secants(
             values = np.array([start, *(loss(plane.point(float(x), float(y))) for x, y in places)])
             places = np.vstack([np.zeros(2), places])
             pairs = np.array(list(itertools.combinations(range(len(places)), 2)))
-            one, other = pairs.T
-            apart = torch.from_numpy(places[one] - places[other])
-            distances = plane.distances(apart[:, 0], apart[:, 1]).cpu().numpy()
-            changes = np.abs(values[one] - values[other])
+            first, second = pairs.T
+            steps = torch.from_numpy(places[first] - places[second])
+            distances = plane.distances(steps[:, 0], steps[:, 1]).cpu().numpy()
+            changes = np.abs(values[first] - values[second])
             for distance, change in zip(distances, changes, strict=True):
                 yield _row("all", draw, radius, float(distance), float(change))
 
@@ -177,7 +177,8 @@ def ball_gradients(
     """Yield gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it."""
     generator = torch.Generator().manual_seed(seed)
     for draw in range(draws + 1):
-        size, point = 0.0, moved.origin
+        size = 0.0
+        point = moved.origin
         if draw:
             size = radius * (1 - float(torch.rand((), generator=generator, dtype=torch.float64)))
             direction = random_direction(moved.origin, moved.slices(), generator)
@@ -247,7 +248,7 @@ def points(plan: LipschitzPlan) -> int:
     return circles * len(radii(plan.radius)) + plan.draws + 3
 
 
-def lipschitz(
+def lipschitz_tables(
     model: LoadedModel | Encoder,
     tokens: Tensor,
     labels: Tensor | None,
@@ -289,7 +290,7 @@ def measure_lipschitz(subject: Subject, plan: LipschitzPlan) -> Mapping[str, pd.
     """Return the tables of a plan."""
     if subject.model.external:
         raise NotAvailableError("its loss is not known")
-    return lipschitz(
+    return lipschitz_tables(
         subject.model,
         subject.tokens,
         subject.labels,

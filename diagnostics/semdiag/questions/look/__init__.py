@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.question import Asked, Question
+from semdiag.presenting.question import YOUR_MODEL, Question, Request
 
 
 def _ask(
@@ -28,7 +28,7 @@ def _ask(
         "The page, an .html file. Default: reports/look-MODEL.html.", metavar="FILE", show_default=False,
     )] = None,
     *,
-    shared: Asked,
+    request: Request,
 ) -> None:  # fmt: skip
     from semdiag.capturing.loading import find_checkpoints, load_all
     from semdiag.measuring.words import counted
@@ -39,18 +39,18 @@ def _ask(
     from semdiag.questions.look.page import all_heads, cautions, lead, place_of, write_look
     from semdiag_files import InputError
 
-    if text is not None and shared.values["inputs"] is not None:
+    if text is not None and request.values["inputs"] is not None:
         raise InputError("--text and --inputs are two inputs: name one of them.")
     place = place_of(str(model), out)
-    conditions = shared.conditions(samples=1, first=1, batch_size=1)
-    quiet = shared.values["quiet"]
+    conditions = request.conditions(samples=1, first=1, batch_size=1)
+    quiet = request.values["quiet"]
     first, *more = find_checkpoints([model])
     if more:
         raise InputError(f"{model} holds {1 + len(more)} checkpoints: name one, like {first}.")
     with Stages("measuring", 1, quiet):
         (loaded,) = load_all([model], conditions.config, conditions.head)
         seen = see_loaded(loaded, conditions, text)
-    chosen = fitting_k(seen, k if "k" in shared.typed else None)
+    chosen = fitting_k(seen, k if "k" in request.typed else None)
     write_look(seen, chosen, shlex.join(["semdiag", *sys.argv[1:]]), place)
     if quiet:
         return
@@ -77,4 +77,5 @@ QUESTION = Question(
     leave_out=(
         "labels", "samples", "batch_size", "min_keys", "jobs", "ray", "out", "as_json", "per_query", "figures",
     ),
+    panel=YOUR_MODEL,
 )  # fmt: skip

@@ -58,21 +58,23 @@ class Sample:
         if not only_token_ids(self.batch):
             return None
         batch = _first_tokens(self.batch, most)
-        words, targets = (None if known is None else known[:most] for known in (self.tokens, self.targets))
+        words, targets = (None if texts is None else texts[:most] for texts in (self.tokens, self.targets))
         return Sample(batch, self.source, words, targets, why if longest(self.batch) > most else self.cut)
 
 
 def _read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
-    options, given = conditions.texts, conditions.inputs
+    options = conditions.texts
+    file = conditions.inputs
     if options.max_length is not None and options.max_length > LONGEST:
         raise InputError(f"A page shows at most {LONGEST} tokens. Got --max-length {options.max_length}.")
     source = "--text"
-    if text is None and given is not None and given.suffix in SUFFIXES and model.external:
-        texts = read_texts(given).texts
-        text, source = texts[0], f"{given}, the first of {len(texts)} texts" if len(texts) > 1 else str(given)
+    if text is None and file is not None and file.suffix in SUFFIXES and model.external:
+        texts = read_texts(file).texts
+        text = texts[0]
+        source = f"{file}, the first of {len(texts)} texts" if len(texts) > 1 else str(file)
     if text is not None:
         return _of_text(text, model, replace(options, max_length=options.max_length or LONGEST), source)
-    if given is None and model.batches is None and model.external:
+    if file is None and model.batches is None and model.external:
         tokenizer = "" if model.source == "hugging face" else " and --tokenizer DIR"
         raise InputError(
             f"Name a text for {model.path} with --text TEXT{tokenizer}; or with --inputs FILE token ids (.npy, "
@@ -82,13 +84,15 @@ def _read_sample(model: LoadedModel, conditions: Conditions, text: str | None = 
     return _of_batch(model, batches[0], source if "first" in source else f"{source}, the first")
 
 
-def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], tokens: Sequence[str] | None) -> Sample:
+def given_sample(
+    model: LoadedModel, inputs: str | Batch | Iterable[Batch], tokens: Sequence[str] | None
+) -> Sample:
     """Return the input that a program gives."""
-    if isinstance(given, str):
+    if isinstance(inputs, str):
         if tokens is not None:
             raise InputError("tokens say what numbers mean: of a text the tokenizer says it.")
-        return _of_text(given, model, TextOptions(LONGEST), "the text")
-    batches = split(given, 1)
+        return _of_text(inputs, model, TextOptions(LONGEST), "the text")
+    batches = split(inputs, 1)
     if not batches:
         raise InputError("There is no input to look at: the number of samples is 0.")
     sample = _of_batch(model, batches[0], "the first sample given")
@@ -110,7 +114,8 @@ def _of_batch(model: LoadedModel, batch: Batch, source: str) -> Sample:
 def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -> Sample:
     tokenise = tokeniser_of(Path(source), model, options)
     batch: dict[str, Tensor] = tokenise([text])
-    ids, decoder = _ids(batch, False), _ids(batch, True)
+    ids = _ids(batch, False)
+    decoder = _ids(batch, True)
     words = None if ids is None else tokenise.pieces(ids)
     targets = None if decoder is None else tokenise.pieces(decoder)
     cut = None
@@ -241,7 +246,9 @@ class _Collector:
         if self.size > LARGEST:
             self.seen_layers.clear()
             return
-        module, words, of_queries = call.module.lower(), self.sample.tokens, self.sample.tokens
+        module = call.module.lower()
+        words = self.sample.tokens
+        of_queries = self.sample.tokens
         crossing = any(word in module for word in CROSS)
         if self.sample.targets is not None and "decoder" in module:
             of_queries = self.sample.targets
@@ -295,7 +302,8 @@ def _run(
 
 
 def _heads(rows: CountedRows, scores: Tensor) -> list[Head]:
-    call, counted = rows.call, rows.call.counted[..., None]
+    call = rows.call
+    counted = rows.call.counted[..., None]
     allowed = (counted if call.allowed is None else counted & call.allowed).expand(scores.shape)
     selected = None if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
     sinks = None if call.sinks is None else call.sinks.double().tolist()
@@ -304,14 +312,14 @@ def _heads(rows: CountedRows, scores: Tensor) -> list[Head]:
     on_cpu = [None if x is None else x[0].cpu().numpy() for x in (scores, allowed, selected)]
     heads = []
     for head in range(scores.shape[1]):
-        z, seen, kept = (None if x is None else x[head] for x in on_cpu)
+        z, is_allowed, is_selected = (None if x is None else x[head] for x in on_cpu)
         spread = spans[head][attending[head]]
         spread = spread[np.isfinite(spread)]
         heads.append(
             Head(
-                scores=z[seen],  # type: ignore[index]
-                allowed=seen,  # type: ignore[arg-type]
-                selected=kept,
+                scores=z[is_allowed],  # type: ignore[index]
+                allowed=is_allowed,  # type: ignore[arg-type]
+                selected=is_selected,
                 sink=None if sinks is None else sinks[head],
                 dispersion=float(np.median(spread)) if len(spread) else math.nan,
                 entropy=_mean(entropies[head][attending[head]]),

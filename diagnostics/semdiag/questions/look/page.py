@@ -108,7 +108,9 @@ def cautions(seen: Seen) -> list[str]:
         reason = _CUT[seen.sample.cut].format(seen.length)
         sentences.append(f"The input is longer: its first {seen.length} tokens are shown {reason}")
     if seen.folded:
-        where = f"{seen.folded[0] or 'the model'}{' and others' * (len(seen.folded) > 1)}"
+        where = seen.folded[0] or "the model"
+        if len(seen.folded) > 1:
+            where += " and others"
         sentences.append(f"The batch axis of {where} holds several rows (heads or windows): the first is shown")
     if broken := sum(not np.isfinite(one.scores).all() for *_, one in all_heads(seen)):
         sentences.append(f"Heads with scores that are no finite numbers: {broken} of {len(all_heads(seen))}")
@@ -126,24 +128,24 @@ def cautions(seen: Seen) -> list[str]:
 
 def furthest(heads: Sequence[tuple[int, int, Head]]) -> list[tuple[int, int, Head]]:
     """Return the heads of the largest and of the smallest median δ, the largest first."""
-    known = sorted(
+    ranked = sorted(
         (entry for entry in heads if math.isfinite(entry[2].dispersion)), key=lambda e: -e[2].dispersion
     )
-    return known if len(known) <= 2 * _FURTHEST else known[:_FURTHEST] + known[-_FURTHEST:]
+    return ranked if len(ranked) <= 2 * _FURTHEST else ranked[:_FURTHEST] + ranked[-_FURTHEST:]
 
 
 def lead(seen: Seen) -> str:
     """Return a sentence on the head whose scores lie furthest apart."""
     heads = all_heads(seen)
-    known = furthest(heads)
-    if not known:
+    extremes = furthest(heads)
+    if not extremes:
         return "No head has finite scores."
-    number, head, most = known[0]
+    number, head, most = extremes[0]
     middle = float(np.median([one.dispersion for *_, one in heads if math.isfinite(one.dispersion)]))
-    others = f", where the middle head has {middle:.3g}" if len(known) > 1 else ""
+    middle_words = f", where the middle head has {middle:.3g}" if len(extremes) > 1 else ""
     layer = layer_name(number, [one.module for one in seen.layers])
     start = f"Head {head} of layer {layer} spans the widest range of scores"
-    return f"{start}: median δ {most.dispersion:.3g} nats{others}."
+    return f"{start}: median δ {most.dispersion:.3g} nats{middle_words}."
 
 
 def _data(seen: Seen, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,10 +192,11 @@ def _data(seen: Seen, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(name: str, tokens: Any, seen: Seen) -> np.ndarray:
-    given, length = np.asarray(tokens), seen.length
-    if given.dtype != bool or given.shape != (length,):
-        raise InputError(f"The group {name} must be bool, ({length},). Got {given.dtype} of {given.shape}.")
-    return given
+    in_group = np.asarray(tokens)
+    length = seen.length
+    if in_group.dtype != bool or in_group.shape != (length,):
+        raise InputError(f"The group {name} must be bool, ({length},). Got {in_group.dtype} of {in_group.shape}.")
+    return in_group
 
 
 def _trained(seen: Seen) -> list[str]:
@@ -221,9 +224,9 @@ def _share(value: float, largest: float) -> int:
 _HEAD = 4096  # bytes of a page that contain its generator tag
 
 
-def place_of(model: str, given: Path | None) -> Path:
+def place_of(model: str, out: Path | None) -> Path:
     """Return the file for a page, before anything is measured; refuse one that is something else."""
-    place = given or Path("reports") / f"look-{file_safe(model)}.html"
+    place = out or Path("reports") / f"look-{file_safe(model)}.html"
     if place.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out takes the name of an .html file. Got {place}.")
     head = None
@@ -234,7 +237,7 @@ def place_of(model: str, given: Path | None) -> Path:
         raise InputError(
             f"{place} is not a page of semdiag look and is not replaced. Name another file with --out FILE.html."
         )
-    if given is None and head is not None and not is_page_of(model, head):
+    if out is None and head is not None and not is_page_of(model, head):
         digest = hashlib.sha256(model.encode("utf-8", "surrogateescape")).hexdigest()
         return place_of(model, place.with_name(f"{place.stem}-{digest[:8]}.html"))
     return place

@@ -59,7 +59,8 @@ def rounded_rows(
         part = call.part(queries=slice(start, start + step))
         parts.append(_strip(part, kept, selection, formats, covered=not outside))
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
-    follows, covered = joined.pop("follows"), joined["covered"]
+    follows = joined.pop("follows")
+    covered = joined["covered"]
     reasons = {
         OTHER_KEYS: not outside and bool((joined["counted"] & ~follows).any()),
         BEYOND: not outside and bool((joined["counted"] & follows & ~covered).any()),
@@ -84,7 +85,8 @@ def _strip(
 ) -> dict[str, Tensor]:
     """Return the attributes of :class:`RoundedRows` for some queries, and whether their sets follow the scores."""
     keys = part.k.double().repeat_interleave(part.q.shape[1] // part.k.shape[1], 1)
-    q, scale = part.q.double(), selection.sign * part.scale
+    q = part.q.double()
+    scale = selection.sign * part.scale
     scores = scale * (q @ keys.mT)
     if part.allowed is not None:
         scores = scores.masked_fill(~part.allowed, -torch.inf)
@@ -96,14 +98,14 @@ def _strip(
     by_format: dict[str, list[Tensor]] = {}
     for kind in formats:
         error = score_error(q, keys, scale, kind)
-        known = columns["follows"] & (~allowed | (error.isfinite() & scores.isfinite())).all(-1)
+        judged = columns["follows"] & (~allowed | (error.isfinite() & scores.isfinite())).all(-1)
         later = rounded_scores(q, keys, scale, kind).masked_fill(~allowed, -torch.inf)
-        changed = known & (kept_in_common(later[None], before)[0] < kept)
+        changed = judged & (kept_in_common(later[None], before)[0] < kept)
         of_format = {
-            "covered": known,
+            "covered": judged,
             "changed": changed,
-            "tied": known & (top_set(later, kept).separation == 0),
-            "certified": known & survives_rounding(scores, error, before),
+            "tied": judged & (top_set(later, kept).separation == 0),
+            "certified": judged & survives_rounding(scores, error, before),
             "lost": _weight_lost(scores, later, before, changed, selection.sign),
         }
         for name, values in of_format.items():
@@ -123,7 +125,8 @@ def _follows(part: AttentionCall, keys: Tensor, scores: Tensor, selection: Selec
 def _weight_lost(scores: Tensor, later: Tensor, before: TopSet, changed: Tensor, sign: int) -> Tensor:
     """Return the weight of the keys dropped minus that of the keys gained: the least that ties allow."""
     lost = torch.full(changed.shape, torch.nan, dtype=torch.float64, device=scores.device)
-    z, after = scores[changed], later[changed]
+    z = scores[changed]
+    after = later[changed]
     weights = (sign * z).masked_fill(z == -torch.inf, -torch.inf).softmax(-1)
     inside = torch.zeros_like(z, dtype=torch.bool).scatter_(-1, before.positions[changed], True)
     # Among equal rounded scores the keys that were kept come first, then those with the larger score.

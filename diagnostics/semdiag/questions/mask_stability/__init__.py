@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from semdiag.measuring.plan import Plan, ReportOptions
 from semdiag.presenting import options
-from semdiag.presenting.options import SUPPOSED_K, chosen, option
-from semdiag.presenting.question import Asked, Question
+from semdiag.presenting.options import SUPPOSED_K, option, option_field
+from semdiag.presenting.question import Question, Request
 from semdiag.questions.stability import NOISE, check_levels
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ class NoisePlan(Plan):
 
     name: ClassVar[str] = "mask stability"
 
-    levels: tuple[float, ...] = chosen(
+    levels: tuple[float, ...] = option_field(
         (NOISE,), "Standard deviation of the Gaussian noise, relative to each token's root mean square. One level "
         "or several, like 0.01 or 0.001,0.01,0.1.",
         "--noise", metavar="LEVEL,LEVEL", panel=_NOISE, read=options.positive_numbers,
     )  # fmt: skip
-    draws: int = chosen(5, "Noisy copies of each input at each noise level.", panel=_NOISE)
-    k: int = chosen(
+    draws: int = option_field(5, "Noisy copies of each input at each noise level.", panel=_NOISE, rare=True)
+    k: int = option_field(
         SUPPOSED_K, "Full-attention models have no mask: test the one that top-k would choose, with this k.",
     )  # fmt: skip
-    seed: int = options.shared(0)
+    seed: int = options.shared_field(0)
 
     def __post_init__(self) -> None:
         check_levels(self.levels)
@@ -70,25 +70,25 @@ def _ask(
         option(
             "Number formats to which queries, keys and scores are rounded, like bf16,fp16,fp8-e4m3,fp8-e5m2. "
             "Noise is then added only if an option of it is given.",
-            panel="Which rounding", metavar="FORMAT,FORMAT",
+            panel="Which rounding", metavar="FORMAT,FORMAT", rare=True,
         ),
     ] = "",
     *,
     plan: NoisePlan,
-    shared: Asked,
+    request: Request,
 ) -> None:  # fmt: skip
     from semdiag.measuring.findings.estimates import check_supposed_k
     from semdiag.questions.mask_precision import PrecisionPlan
 
     plans: dict[str, NoisePlan | PrecisionPlan] = {}
-    if "precision" not in shared.typed or {"levels", "draws"} & shared.typed:
+    if "precision" not in request.typed or {"levels", "draws"} & request.typed:
         plans["mask-stability"] = plan
-    if "precision" in shared.typed:
+    if "precision" in request.typed:
         plans["mask-precision"] = PrecisionPlan(options.listed_names(precision), plan.k)
-    findings, _ = shared.measured(shared.values["models"], shared.conditions(plans=tuple(plans.values())))
-    if "k" in shared.typed:
+    findings, _ = request.measured(request.values["models"], request.conditions(plans=tuple(plans.values())))
+    if "k" in request.typed:
         check_supposed_k(findings, plan.k)
-    shared.deliver(findings, tuple(plans))
+    request.deliver(findings, tuple(plans))
 
 
 QUESTION = Question(

@@ -32,10 +32,10 @@ def selection_of(kind: str) -> Selection | None:
         )
     if kind in APPROXIMATE:
         raise NotAvailableError(f"the scores alone do not say which keys {kind} attention keeps")
-    found = KINDS[kind]
-    if found.keeps in ("fixed", "redrawn"):
+    attention_kind = KINDS[kind]
+    if attention_kind.keeps in ("fixed", "redrawn"):
         return None
-    return Selection(-1 if found.keeps == "smallest" else 1, found.input_dependent)
+    return Selection(-1 if attention_kind.keeps == "smallest" else 1, attention_kind.input_dependent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,8 @@ def row_changes(
 
 def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Return scale · q kᵀ: (B, H, r, D), (B, H, L, D) -> (B, H, r, L), in one pass over memory."""
-    rows, columns = q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
+    rows = q.flatten(0, 1)
+    columns = keys.flatten(0, 1).transpose(1, 2)
     return torch.baddbmm(q.new_empty(()), rows, columns, beta=0, alpha=scale).view(*q.shape[:3], -1)
 
 
@@ -107,7 +108,8 @@ def _strip(
     sign: int,
 ) -> dict[str, Tensor]:
     levels = rounding.shape[1]
-    clean, noisy = scores[:samples], _copies(scores, samples, levels)
+    clean = scores[:samples]
+    noisy = _copies(scores, samples, levels)
     change = noisy - clean
     if allowed is not None:
         clean = clean.masked_fill(~allowed, -torch.inf)

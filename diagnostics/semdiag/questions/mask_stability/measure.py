@@ -75,7 +75,8 @@ class _MaskSums:
             spread = (squares / count - (total / count).square()).clamp(min=0).sqrt()  # (levels, heads)
             counted = joined["counted"]
             sample, head, query = (where.to(torch.int32).numpy() for where in counted.nonzero(as_tuple=True))
-            separation, kept = joined["separation"][counted].double(), joined["kept"][counted]
+            separation = joined["separation"][counted].double()
+            kept = joined["kept"][counted]
             for at, level in enumerate(levels):
                 sums = {name: values[at][counted].double() for name, values in joined.items() if values.ndim == 4}
                 sd = spread[at][torch.from_numpy(head).long()]
@@ -98,19 +99,19 @@ def _effects_table(
     change, flipped, before, after = (torch.cat([part[name] for part in outputs], -1) for name in outputs[0])
     count = len(before)
     truth = torch.full((count,), torch.nan) if labels is None else labels[:count].cpu().double()
-    known = 1.0 if labels is not None else float("nan")
+    labelled = 1.0 if labels is not None else float("nan")
     parts = []
     for at, level in enumerate(levels):
         columns = {
             "level": level, "sample": np.arange(count, dtype=np.int32), "logit_change": change[at],
-            "flipped": flipped[at], "correct_before": (before == truth).double() * known,
-            "correct_after": (after[:, at] == truth).double().mean(0) * known,
+            "flipped": flipped[at], "correct_before": (before == truth).double() * labelled,
+            "correct_after": (after[:, at] == truth).double().mean(0) * labelled,
         }  # fmt: skip
         parts.append(pd.DataFrame({"model": model, **columns}))
     return NOISE_EFFECTS.of_parts(parts)
 
 
-def mask_stability(
+def noise_tables(
     model: LoadedModel | nn.Module,
     tokens: Batch | Iterable[Batch],
     labels: Tensor | None = None,
@@ -128,7 +129,8 @@ def mask_stability(
     loaded = unnamed(model)
     copies = 1 + len(plan.levels) * plan.draws
     kind = "full" if loaded.external else loaded.encoder.config.attention
-    probe, reach = _Probe(plan, selection_of(kind), min_keys), Reach()
+    probe = _Probe(plan, selection_of(kind), min_keys)
+    reach = Reach()
 
     def add(call: AttentionCall) -> None:
         probe.add(call)
@@ -175,14 +177,15 @@ class _Probe:
         copies = copies.view(self.plan.draws, -1, self.samples, *copies.shape[1:])
         size = token_size(copies[0, 0])
         for draw, generator in enumerate(self.generators[place]):
-            drawn = noise_of_samples(copies.shape[2:], generator, copies.dtype).to(copies.device) * size
+            noise = noise_of_samples(copies.shape[2:], generator, copies.dtype).to(copies.device) * size
             for at, level in enumerate(self.plan.levels):
-                copies[draw, at].add_(drawn, alpha=level)
+                copies[draw, at].add_(noise, alpha=level)
 
     def add(self, call: AttentionCall) -> None:
         if self.selection is None:
             return
-        draws, levels = self.plan.draws, len(self.plan.levels)
+        draws = self.plan.draws
+        levels = len(self.plan.levels)
         changes = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection)
         self.sums.add(call.layer, replace(changes, counted=changes.counted & (changes.keys >= self.min_keys)))
 
@@ -190,7 +193,8 @@ class _Probe:
         """Keep the effect of the noise on outputs, (levels, b), and clean predictions (b,)."""
         clean = logits[: self.samples].double()
         noisy = logits[self.samples :].view(self.plan.draws, -1, *clean.shape).double()
-        before, after = predicted_classes(clean), predicted_classes(noisy)
+        before = predicted_classes(clean)
+        after = predicted_classes(noisy)
         effects = {
             "change": ((noisy - clean).norm(dim=-1) / clean.norm(dim=-1)).mean(0),
             "flipped": (after != before).double().mean(0), "before": before, "after": after,
@@ -204,7 +208,7 @@ def measure_mask_stability(subject: Subject, plan: NoisePlan) -> Mapping[str, pd
     if subject.model.external:  # a batch with all its noisy copies is as large as any other
         size = max(1, subject.batch_size // (1 + len(plan.levels) * plan.draws))
         inputs = [piece for batch in inputs for piece in small_parts(batch, size)]
-    masks, effects = mask_stability(
+    masks, effects = noise_tables(
         subject.model,
         inputs,
         labels,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from semdiag.measuring.plan import Plan
-from semdiag.presenting.options import check_least, chosen
+from semdiag.presenting.options import check_least, option_field
 from semdiag.presenting.question import Question
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ class OverlapPlan(Plan):
 
     name: ClassVar[str] = "overlap"
 
-    k: int = chosen(5, "Full-attention models have no masks: compare those that top-k would choose, with this k.")
+    k: int = option_field(
+        5, "Full-attention models have no masks: compare those that top-k would choose, with this k."
+    )
 
     def __post_init__(self) -> None:
         check_least(self, k=1)

@@ -41,17 +41,17 @@ def mask_overlap(
     plan = OverlapPlan.checked(plan)
     loaded = unnamed(model)
     dense = loaded.external or loaded.encoder.config.attention in DENSE
-    kept = _Kept(plan.k if dense else None)
+    masks = _Kept(plan.k if dense else None)
     parts: list[pd.DataFrame] = []
     done = 0
-    with running(loaded, kept.add, device) as run:
+    with running(loaded, masks.add, device) as run:
         for batch in split(inputs, batch_size):
-            kept.samples = samples_of(batch)
+            masks.samples = samples_of(batch)
             run(batch)
-            parts += [part.assign(model=loaded.path) for part in _compared(kept, done)]
-            kept.calls.clear()
-            kept.allowed.clear()
-            done += kept.samples
+            parts += [part.assign(model=loaded.path) for part in _compared(masks, done)]
+            masks.calls.clear()
+            masks.allowed.clear()
+            done += masks.samples
     return OVERLAP.of_parts(parts)
 
 
@@ -74,32 +74,32 @@ class _Kept:
         else:
             best = rows.scores.topk(min(self.k, rows.scores.shape[-1]), -1).indices
             chosen = torch.zeros_like(rows.selected).scatter_(-1, best, True) & rows.selected
-        seen = call.part().allowed
+        allowed = call.part().allowed
         shape = len(chosen), -1, *chosen.shape[2:]
-        of_heads = torch.ones_like(chosen[:, :1]) if seen is None else seen.expand(shape)
+        of_heads = torch.ones_like(chosen[:, :1]) if allowed is None else allowed.expand(shape)
         views = [self._view(of_head) for of_head in of_heads.unbind(1)]
         chosen = chosen & (keys > chosen.sum(-1))[..., None]
         self.calls[call.layer] = chosen, views * (chosen.shape[1] // len(views))
 
     def _view(self, allowed: Tensor) -> int:
-        for at, known in enumerate(self.allowed):
-            if torch.equal(known, allowed):
+        for at, mask in enumerate(self.allowed):
+            if torch.equal(mask, allowed):
                 return at
         self.allowed.append(allowed)
         return len(self.allowed) - 1
 
 
-def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
+def _compared(kept_keys_of_pass: _Kept, before: int) -> Iterable[pd.DataFrame]:
     shapes: dict[tuple[int, ...], list[int]] = {}
-    for layer, (chosen, _) in kept.calls.items():
+    for layer, (chosen, _) in kept_keys_of_pass.calls.items():
         shapes.setdefault((chosen.shape[0], *chosen.shape[2:]), []).append(layer)
     for layers in shapes.values():
-        places = [(layer, head) for layer in layers for head in range(kept.calls[layer][0].shape[1])]
-        masks = torch.cat([kept.calls[layer][0] for layer in layers], 1)  # (B, P, L, Lk)
-        seen_by = [view for layer in layers for view in kept.calls[layer][1]]
-        known = sorted(set(seen_by))
-        views = [known.index(view) for view in seen_by]
-        allowed = torch.stack([kept.allowed[at] for at in known], 1)  # (B, U, L, Lk)
+        places = [(layer, head) for layer in layers for head in range(kept_keys_of_pass.calls[layer][0].shape[1])]
+        masks = torch.cat([kept_keys_of_pass.calls[layer][0] for layer in layers], 1)  # (B, P, L, Lk)
+        seen_by = [view for layer in layers for view in kept_keys_of_pass.calls[layer][1]]
+        used_views = sorted(set(seen_by))
+        views = [used_views.index(view) for view in seen_by]
+        allowed = torch.stack([kept_keys_of_pass.allowed[at] for at in used_views], 1)  # (B, U, L, Lk)
         for sample, (kept_keys, allowed_keys) in enumerate(zip(masks, allowed, strict=True)):
             sizes = kept_keys.sum(-1)  # (P, L); 0 where nothing is dropped
             compared = kept_keys, sizes, allowed_keys, views, places
@@ -125,12 +125,16 @@ def _pairs(
         queries += counted.sum(0).cpu()
     at, to = torch.triu_indices(count, count, 1)
     # Most places have the same allowed keys and keep as many: chance is computed once for all of these.
-    numbers, sizes = allowed.sum(-1).cpu(), sizes.cpu()
-    shared = [[(one & other).sum(-1).cpu() for other in allowed] for one in allowed]
+    numbers = allowed.sum(-1).cpu()
+    sizes = sizes.cpu()
+    shared = [[(first & second).sum(-1).cpu() for second in allowed] for first in allowed]
     kinds, kind = torch.cat([sizes, torch.tensor(views)[:, None]], 1).unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
-    known = [(one[:-1], int(one[-1])) for one in kinds]
+    sizes_and_views = [(first[:-1], int(first[-1])) for first in kinds]
     chance = torch.tensor(
-        [[_chance(a, b, numbers[u], numbers[v], shared[u][v]) for b, v in known] for a, u in known],
+        [
+            [_chance(a, b, numbers[u], numbers[v], shared[u][v]) for b, v in sizes_and_views]
+            for a, u in sizes_and_views
+        ],
         dtype=torch.float64,
     )
     return _table(
@@ -147,7 +151,8 @@ def _previous(
     counted = (sizes[:, 1:] > 0) & (sizes[:, :-1] > 0)
     index = (common / (sizes[:, 1:] + sizes[:, :-1] - common).clamp(min=1)).double()
     queries = counted.sum(1)
-    numbers, shared = allowed.sum(-1), (allowed[:, 1:] & allowed[:, :-1]).sum(-1)
+    numbers = allowed.sum(-1)
+    shared = (allowed[:, 1:] & allowed[:, :-1]).sum(-1)
     chance = [
         _chance(kept_count[1:], kept_count[:-1], numbers[at, 1:], numbers[at, :-1], shared[at])
         for kept_count, at in zip(sizes, views, strict=True)
@@ -159,12 +164,12 @@ def _previous(
 def _table(
     kind: str,
     places: list[tuple[int, int]],
-    others: list[tuple[int, int]],
+    other_places: list[tuple[int, int]],
     queries: Tensor,
     jaccard: Tensor,
     chance: Tensor,
 ) -> pd.DataFrame:
-    columns = [*zip(*places, strict=True), *zip(*others, strict=True)] or [()] * 4
+    columns = [*zip(*places, strict=True), *zip(*other_places, strict=True)] or [()] * 4
     ends = zip(("layer", "head", "other_layer", "other_head"), columns, strict=True)
     return pd.DataFrame(
         {
@@ -174,12 +179,12 @@ def _table(
     )  # fmt: skip
 
 
-def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared: Tensor) -> float:
+def _chance(first: Tensor, second: Tensor, keys: Tensor, other_keys: Tensor, shared: Tensor) -> float:
     """Return the mean expected Jaccard index of random sets of these sizes; NaN if no query counts."""
     counted = (first > 0) & (second > 0)
     if not bool(counted.any()):
         return math.nan
-    numbers = torch.stack([values[counted] for values in (first, second, keys, others, shared)]).cpu()
+    numbers = torch.stack([values[counted] for values in (first, second, keys, other_keys, shared)]).cpu()
     kinds, counts = numbers.unique(dim=1, return_counts=True)  # type: ignore[no-untyped-call]
     means = [expected_jaccard(*map(int, kind)) for kind in kinds.T]
     return float(torch.tensor(means, dtype=torch.float64) @ counts.double() / counts.sum())
@@ -187,14 +192,15 @@ def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared:
 
 @cache
 def expected_jaccard(
-    first: int, second: int, keys: int, others: int | None = None, shared: int | None = None
+    first: int, second: int, keys: int, other_keys: int | None = None, shared: int | None = None
 ) -> float:
     """Return E |S ∩ S'| / |S ∪ S'| of two random sets, S drawn from the keys A and S' from the keys A'."""
-    others, shared = keys if others is None else others, keys if shared is None else shared
-    seen = np.arange(max(0, first + shared - keys), min(first, shared) + 1)
-    common = np.arange(min(seen[-1], second) + 1)
-    at_random = scipy.stats.hypergeom.pmf(common, others, seen[:, None], second)
-    law = scipy.stats.hypergeom.pmf(seen, keys, shared, first) @ at_random
+    other_keys = keys if other_keys is None else other_keys
+    shared = keys if shared is None else shared
+    in_both = np.arange(max(0, first + shared - keys), min(first, shared) + 1)
+    common = np.arange(min(in_both[-1], second) + 1)
+    at_random = scipy.stats.hypergeom.pmf(common, other_keys, in_both[:, None], second)
+    law = scipy.stats.hypergeom.pmf(in_both, keys, shared, first) @ at_random
     return float(law @ (common / (first + second - common)))
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from semdiag.measuring.plan import Plan
-from semdiag.presenting.options import chosen, listed_names, shared, whole_numbers
-from semdiag.presenting.question import Asked, Question
+from semdiag.presenting.options import listed_names, option_field, shared_field, whole_numbers
+from semdiag.presenting.question import Question, Request
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,19 +26,19 @@ class RetrievalPlan(Plan):
 
     name: ClassVar[str] = "retrieval"
 
-    tasks: tuple[str, ...] = chosen(
+    tasks: tuple[str, ...] = option_field(
         ("passkey", "induction"), f"What is to be found, of {', '.join(TASKS)}.",
         metavar="TASK,TASK", read=listed_names,
     )  # fmt: skip
-    kinds: tuple[str, ...] = chosen(
+    kinds: tuple[str, ...] = option_field(
         ("topk", "tile-64x64", "window"), "Kinds of sparse attention, of k-sweep or of engines (tile-64x64, "
         "skip-8).", metavar="KIND,KIND", read=listed_names,
     )  # fmt: skip
-    ks: tuple[int, ...] = chosen(
+    ks: tuple[int, ...] = option_field(
         (64, 256), "How many keys each query keeps.", "--k", metavar="K,K", read=whole_numbers,
     )  # fmt: skip
-    lengths: tuple[int, ...] = chosen((512, 1024), "Tokens of the texts.", metavar="L,L", read=whole_numbers)
-    samples: int = shared(8)  # texts for each task, length and depth
+    lengths: tuple[int, ...] = option_field((512, 1024), "Tokens of the texts.", metavar="L,L", read=whole_numbers)
+    samples: int = shared_field(8)  # texts for each task, length and depth
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)  # where in the text it is told: 0 at its start, 1 at its end
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class RetrievalPlan(Plan):
         return {"retrieval_samples": self.samples, "retrieval_depths": list(self.depths)}
 
 
-def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
+def _ask(*, plan: RetrievalPlan, request: Request) -> None:
     from pathlib import Path
 
     from semdiag.capturing.inputs import tokeniser_of
@@ -100,8 +100,8 @@ def _ask(*, plan: RetrievalPlan, shared: Asked) -> None:
             parts.append(survey([model], conditions, progress, may_move_models=True, inputs=inputs))
         return Measurements.concat(parts)
 
-    conditions = shared.conditions(plans=(plan,), samples=1, batch_size=1)
-    shared.deliver(shared.measured(shared.values["models"], conditions, run)[0])
+    conditions = request.conditions(plans=(plan,), samples=1, batch_size=1)
+    request.deliver(request.measured(request.values["models"], conditions, run)[0])
 
 
 QUESTION = Question(

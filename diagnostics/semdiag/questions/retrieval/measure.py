@@ -57,7 +57,8 @@ _TEXTS = {
 _OTHERS = "VAR W", "VAR X", "VAR Y", "VAR Z"  # what the later statements are about
 _TOKENS = 4096  # in a forward pass
 _ROWS = 256  # positions whose logits are compared at a time
-_SEGMENT, _ANSWER = 24, 4  # random tokens that stand twice in a text of induction; the last of them are the answer
+_SEGMENT = 24
+_ANSWER = 4  # random tokens that stand twice in a text of induction; the last of them are the answer
 _FILLER = (
     ("farmer", "teacher", "captain", "baker", "doctor", "painter", "driver", "singer", "judge", "pilot"),
     ("saw", "found", "carried", "repaired", "sold", "painted", "forgot", "cleaned", "described", "bought"),
@@ -95,7 +96,9 @@ class Maker:
             raise NotAvailableError(f"{model.path} is an encoder, without a language head")
         options = TextOptions(tokenizer=next(iter(model.tokenizers), None))
         tokenise = tokeniser_of(Path(model.path), model, options)
-        self._path, self._takes, self.tokenizer = model.path, tokenise.takes, tokenise._tokenizer
+        self._path = model.path
+        self._takes = tokenise.takes
+        self.tokenizer = tokenise._tokenizer
         first = self.tokenizer("a")["input_ids"][:1]
         self._begin = first if first == [self.tokenizer.bos_token_id] else []
         special = {self.tokenizer.unk_token_id, *self.tokenizer.all_special_ids}
@@ -107,49 +110,46 @@ class Maker:
         How many distractors stand in front of it is drawn, whatever the depth: no rule that goes by the order of
         what is told is right more often than by chance.
         """
-        place = [
-            seed,
-            TASKS.index(task),
-            length,
-            round(1000 * depth),
-            sample,
-        ]  # texts of two lengths share nothing
+        # Texts of two lengths share nothing.
+        place = [seed, TASKS.index(task), length, round(1000 * depth), sample]
         draws = torch.Generator().manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
-        told = self._induction(draws) if task == "induction" else self._told(task, draws)
-        ends = len(self._begin) + len(told.question) + len(told.answer)
-        space = length - ends - len(told.fact) - sum(told.room)  # in which the fact moves with the depth
+        statements = self._induction(draws) if task == "induction" else self._told(task, draws)
+        ends = len(self._begin) + len(statements.question) + len(statements.answer)
+        space = (
+            length - ends - len(statements.fact) - sum(statements.room)
+        )  # in which the fact moves with the depth
         if space < 0:
             raise InputError(f"A text of {task} takes {length - space} tokens of {self._path}. Got {length}.")
         if self._takes is not None and length > self._takes:
             raise InputError(f"{self._path} takes texts of up to {self._takes:,} tokens. Got --lengths {length}.")
-        start = told.room[0] + round(depth * space)
-        behind = length - ends - len(told.fact) - start
-        body = self._filled(task, told.before, start, draws) + told.fact
-        body += self._filled(task, told.after, behind, draws)
-        ids = torch.tensor([*self._begin, *body, *told.question, *told.answer])
-        distance = length - len(told.answer) - len(self._begin) - start - told.answer_at
-        chance = len(self._known) ** -len(told.answer) if task == "induction" else 1 / _CANDIDATES
-        return Told(ids, len(told.answer), distance, chance)
+        start = statements.room[0] + round(depth * space)
+        behind = length - ends - len(statements.fact) - start
+        body = self._filled(task, statements.before, start, draws) + statements.fact
+        body += self._filled(task, statements.after, behind, draws)
+        ids = torch.tensor([*self._begin, *body, *statements.question, *statements.answer])
+        distance = length - len(statements.answer) - len(self._begin) - start - statements.answer_at
+        chance = len(self._known) ** -len(statements.answer) if task == "induction" else 1 / _CANDIDATES
+        return Told(ids, len(statements.answer), distance, chance)
 
     def _told(self, task: str, draws: torch.Generator) -> _Statements:
         names, telling, later, question = _TEXTS[task]
         first = 0 if task == "passkey" else int(torch.randint(_CANDIDATES, (), generator=draws))
-        others = [n for n in torch.randperm(_CANDIDATES, generator=draws).tolist() if n != first]
+        other_names = [n for n in torch.randperm(_CANDIDATES, generator=draws).tolist() if n != first]
         numbers = self._numbers(draws)
-        stated = {n: self._ids(telling.format(names[n]), numbers[n]) for n in (first, *others)}
+        stated = {n: self._ids(telling.format(names[n]), numbers[n]) for n in (first, *other_names)}
         follows = torch.randperm(_CANDIDATES, generator=draws).tolist() if later else []
         links = [self._ids(later.format(names[n], other=_OTHERS[n])) for n in follows]
         rank = int(torch.randint(_CANDIDATES, (), generator=draws))
-        around = sum(len(stated[n]) for n in others)
-        asked = question.replace("{}", names[first]).format(other=_OTHERS[first])
+        around = sum(len(stated[n]) for n in other_names)
+        question_ids = question.replace("{}", names[first]).format(other=_OTHERS[first])
         start = telling.format(names[first]).split("#")[0]
         return _Statements(
             stated[first],
             len(self._ids(start)),
-            [stated[n] for n in others[:rank]],
-            [*(stated[n] for n in others[rank:]), *links],
+            [stated[n] for n in other_names[:rank]],
+            [*(stated[n] for n in other_names[rank:]), *links],
             (around, around + sum(map(len, links))),
-            self._ids(asked),
+            self._ids(question_ids),
             numbers[first],
         )
 
@@ -164,8 +164,8 @@ class Maker:
 
     def _induction(self, draws: torch.Generator) -> _Statements:
         segment = self._drawn(_SEGMENT, draws)
-        asked = segment[:-_ANSWER]
-        return _Statements(segment, len(asked), [], [], (0, 0), asked, segment[-_ANSWER:])
+        question_ids = segment[:-_ANSWER]
+        return _Statements(segment, len(question_ids), [], [], (0, 0), question_ids, segment[-_ANSWER:])
 
     def _filled(self, task: str, parts: list[list[int]], tokens: int, draws: torch.Generator) -> list[int]:
         """Return so many tokens: statements at random places of filler."""
@@ -207,7 +207,8 @@ def retrieval(subject: Subject, plan: RetrievalPlan) -> Mapping[str, pd.DataFram
     model = subject.model
     maker = Maker(model)
     subject.progress.expect(plan.forwards)
-    rows, tables = list[dict[str, Any]](), [TILES.empty()]
+    rows = list[dict[str, Any]]()
+    tables = [TILES.empty()]
     masks = [(NO_MASK, 0, None), *masks_of(plan.ks, subject.seed, plan.kinds, plan.kinds)]
     tiled = [kind for kind in plan.kinds if kind.startswith(OF_ENGINES)]
     for length in plan.lengths:
@@ -227,12 +228,12 @@ def retrieval(subject: Subject, plan: RetrievalPlan) -> Mapping[str, pd.DataFram
                     )
                     for task, depth, sample in some
                 ]
-                ids = torch.stack([told.ids for _, told in part]).to(device)
+                ids = torch.stack([text.ids for _, text in part]).to(device)
                 for mask, k, keep in masks:
                     with nullcontext() if keep is None else sparsify(module, keep):
                         logits = _logits(model.path, module, ids)
-                    for (place, told), row in zip(part, logits, strict=True):
-                        rows.append({"model": model.path, **place, "mask": mask, "k": k, **_read(row, told)})
+                    for (place, text), row in zip(part, logits, strict=True):
+                        rows.append({"model": model.path, **place, "mask": mask, "k": k, **_read(row, text)})
                     subject.progress.advance(len(part))
     end = maker.tokenizer.decode(first_text(model, plan, subject.seed)[0, -60:].tolist())
     subject.remark(f"the first text ends: {' '.join(end.split())}", "retrieval-text")
@@ -253,19 +254,23 @@ def _logits(path: str, module: nn.Module, ids: Tensor) -> Tensor:
     return logits
 
 
-def _read(logits: Tensor, told: Told) -> dict[str, Any]:
-    targets, hits, losses = told.ids[1:].to(logits.device), list[Tensor](), list[Tensor]()
-    for wanted, given in zip(torch.split(targets, _ROWS), torch.split(logits[:-1], _ROWS), strict=True):
-        part = given.float()
-        hits.append(part.argmax(-1) == wanted)
-        losses.append(F.cross_entropy(part, wanted, reduction="none"))
-    right, loss = torch.cat(hits).cpu(), torch.cat(losses).double().cpu()
+def _read(logits: Tensor, text: Told) -> dict[str, Any]:
+    targets = text.ids[1:].to(logits.device)
+    hits = list[Tensor]()
+    losses = list[Tensor]()
+    for tokens, scores in zip(torch.split(targets, _ROWS), torch.split(logits[:-1], _ROWS), strict=True):
+        part = scores.float()
+        hits.append(part.argmax(-1) == tokens)
+        losses.append(F.cross_entropy(part, tokens, reduction="none"))
+    right = torch.cat(hits).cpu()
+    loss = torch.cat(losses).double().cpu()
     loss = loss.where(loss.isfinite(), math.inf)
-    own, rest = loss[-told.answer :], loss[: -told.answer]
+    answer_loss = loss[-text.answer :]
+    rest = loss[: -text.answer]
     counts: dict[str, Any] = {
-        "tokens": told.answer,
-        "hits": int(right[-told.answer :].sum()),
+        "tokens": text.answer,
+        "hits": int(right[-text.answer :].sum()),
         "text_tokens": len(rest),
     }
-    counts |= {"distance": told.distance, "chance": told.chance}
-    return {**counts, "loss": float(own.sum()), "text_loss": float(rest.sum())}
+    counts |= {"distance": text.distance, "chance": text.chance}
+    return {**counts, "loss": float(answer_loss.sum()), "text_loss": float(rest.sum())}

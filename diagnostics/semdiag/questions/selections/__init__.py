@@ -9,7 +9,7 @@ import typer
 
 from semdiag.presenting import options
 from semdiag.presenting.options import option
-from semdiag.presenting.question import Asked, Question
+from semdiag.presenting.question import YOUR_MODEL, Question, Request
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -39,12 +39,12 @@ def _ask(
         "Keys after the query may not be chosen; the queries are the last tokens.", "--causal",
     )] = False,
     keys: Annotated[int | None, _asked(
-        "How many keys there are, if the file has no scores.", show_default=False,
+        "How many keys there are, if the file has no scores.", show_default=False, rare=True,
     )] = None,
     layout: Annotated[str, _asked(
         "With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; behind a colon "
         "those of the second file. Default: tokens; tokens,layers; batch,sequence,layers; "
-        "batch,sequence,layers,heads.", metavar="NAME,NAME[:NAME,NAME]", show_default=False,
+        "batch,sequence,layers,heads.", metavar="NAME,NAME[:NAME,NAME]", show_default=False, rare=True,
     )] = "",
     save: Annotated[Path | None, options.output_option(
         "Of a model: write what it chooses to this file, module by module. Two such files can be compared.",
@@ -55,31 +55,31 @@ def _ask(
         metavar="FILE.csv", show_default=False,
     )] = None,
     *,
-    shared: Asked,
+    request: Request,
 ) -> None:  # fmt: skip
     from semdiag_files import InputError
 
-    of_model = _is_model(file, shared)
+    of_model = _is_model(file, request)
     listing = None if rows is None else Listing(rows)
     if of_model:
-        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save, listing)
+        _own(file, format if "format" in request.typed else _CERTIFIED, request, save, listing)
     if against is not None:
         if causal or keys is not None:
             raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
-        _compare(file, against, format, layout, shared, listing)
+        _compare(file, against, format, layout, request, listing)
     if layout:
         raise InputError("--layout applies to two files: name what another engine chose.")
-    _check(file, format, causal, keys, shared, listing)
+    _check(file, format, causal, keys, request, listing)
 
 
-def _is_model(file: Path, shared: Asked) -> bool:
+def _is_model(file: Path, request: Request) -> bool:
     """Return whether a name is a model's; options of the other kind are refused."""
     from semdiag.capturing import pretrained
     from semdiag.capturing.loading import names_factory
     from semdiag_files import InputError
 
     of_model = str(file).startswith(pretrained.PREFIX) or names_factory(str(file))
-    for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed):
+    for name in (name for name in (_OF_FILES if of_model else _OF_MODELS) if name in request.typed):
         word = "A second file" if name == "against" else f"--{name.replace('_', '-')}"
         what = "files" if of_model else "a model (hf:PATH)"
         file_kind = "a model" if of_model else "not one"
@@ -109,7 +109,7 @@ class Listing:
             tell(f"Written: {self._path}, {len(rows):,} rows")
 
 
-def _own(model: Path, format: str, shared: Asked, save: Path | None, listing: Listing | None) -> NoReturn:
+def _own(model: Path, format: str, request: Request, save: Path | None, listing: Listing | None) -> NoReturn:
     from semdiag.capturing.loading import load
     from semdiag.mathematics.rounding import number_format
     from semdiag.measuring.measure import DTYPES
@@ -122,8 +122,8 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None, listing: Li
     from semdiag_models.train import find_device
 
     kind = number_format(format)
-    conditions = shared.conditions()
-    quiet = shared.values["quiet"]
+    conditions = request.conditions()
+    quiet = request.values["quiet"]
     saving = None if save is None else Saving(save)
     device = find_device(conditions.device)
     loaded = load(model, head=conditions.head)
@@ -140,11 +140,11 @@ def _own(model: Path, format: str, shared: Asked, save: Path | None, listing: Li
         listing.write([each.faulty for each in measured.selections], quiet)
     dense = kept_by_loaded(loaded, batches, device, DTYPES[dtype])
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
-    _deliver(own_summary(measured, str(model), kind.name, options, dense), shared, own_answer)
+    _deliver(own_summary(measured, str(model), kind.name, options, dense), request, own_answer)
 
 
 def _check(
-    file: Path, format: str, causal: bool, keys: int | None, shared: Asked, listing: Listing | None
+    file: Path, format: str, causal: bool, keys: int | None, request: Request, listing: Listing | None
 ) -> NoReturn:
     from semdiag.questions.selections.answer import check_answer, check_summary
     from semdiag.selections.check import check_file
@@ -153,14 +153,14 @@ def _check(
     selections = read_selections(file, format)
     checked = [check_file(each, causal, format, keys) for each in selections]
     if listing is not None:
-        listing.write([each.faulty for each in checked], shared.values["quiet"])
-    facts = {"ignored": list(selections[0].ignored), "format_named": "format" in shared.typed}
+        listing.write([each.faulty for each in checked], request.values["quiet"])
+    facts = {"ignored": list(selections[0].ignored), "format_named": "format" in request.typed}
     summary = check_summary(checked, str(file), _provenance(format=checked[0].format, causal=causal), facts)
-    _deliver(summary, shared, check_answer)
+    _deliver(summary, request, check_answer)
 
 
 def _compare(
-    first: Path, second: Path, format: str, layout: str, shared: Asked, listing: Listing | None
+    first: Path, second: Path, format: str, layout: str, request: Request, listing: Listing | None
 ) -> NoReturn:
     from semdiag.questions.selections.answer import comparison_answer, comparison_summary
     from semdiag.selections.compare import compare_files
@@ -171,10 +171,10 @@ def _compare(
     a, b = (read_selections(file, format, limits=False) for file in (first, second))
     compared = compare_files(a, b, format, layouts)
     if listing is not None:
-        listing.write([each.unexplained for each in compared], shared.values["quiet"])
+        listing.write([each.unexplained for each in compared], request.values["quiet"])
     options = _provenance(format=compared[0].format, layout=layout)
-    facts = {"format_named": "format" in shared.typed, "layout_named": bool(layout)}
-    _deliver(comparison_summary(compared, str(first), str(second), options, facts), shared, comparison_answer)
+    facts = {"format_named": "format" in request.typed, "layout_named": bool(layout)}
+    _deliver(comparison_summary(compared, str(first), str(second), options, facts), request, comparison_answer)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:
@@ -187,17 +187,19 @@ def _provenance(**options: Any) -> dict[str, Any]:
     return {**versions, **options, "command": ["semdiag", *sys.argv[1:]]}
 
 
-def _deliver(summary: dict[str, Any], shared: Asked, answer_of: "Callable[[dict[str, Any]], Answer]") -> NoReturn:
+def _deliver(
+    summary: dict[str, Any], request: Request, answer_of: "Callable[[dict[str, Any]], Answer]"
+) -> NoReturn:
     import json
 
     from semdiag.presenting.answer import show
     from semdiag.presenting.tables import say_sentences
     from semdiag.presenting.terminal import beside_json
 
-    if shared.values["as_json"]:
+    if request.values["as_json"]:
         typer.echo(json.dumps(summary, allow_nan=False))
-    if not shared.values["quiet"]:
-        with beside_json(shared.values["as_json"]):
+    if not request.values["quiet"]:
+        with beside_json(request.values["as_json"]):
             answer = answer_of(summary)
             say_sentences(answer.opening or ())
             show(answer)
@@ -227,5 +229,6 @@ QUESTION = Question(
     [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
     """,
     ask=_ask,
+    panel=YOUR_MODEL,
     leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query", "figures"),
 )

@@ -33,7 +33,7 @@ class SecantsPlan(Plan):
 
     name: ClassVar[str] = "secants"
 
-    levels: tuple[float, ...] = options.chosen((NOISE,), options.NOISE, read=options.positive_numbers)
+    levels: tuple[float, ...] = options.option_field((NOISE,), options.NOISE, read=options.positive_numbers)
 
     def __post_init__(self) -> None:
         check_levels(self.levels)

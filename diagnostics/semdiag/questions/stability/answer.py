@@ -58,7 +58,7 @@ from semdiag.presenting.drawing.style import (
 )
 from semdiag.presenting.tables import Column, NumberTable
 from semdiag.questions.stability.gains import GAINS
-from semdiag.questions.stability.measure import SECANTS, local_stability, with_bounds
+from semdiag.questions.stability.measure import SECANTS, query_stability, with_bounds
 
 RESAMPLES = 300
 SECANT_CLAIM = "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"
@@ -152,7 +152,7 @@ def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
     usable = queries[np.isfinite(queries["dispersion"])]
     delta, kept = (torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "kept"))
     bound = fixed_mask_stability(delta, kept).log_value.exp().numpy()
-    local = local_stability(usable).to_numpy()
+    local = query_stability(usable).to_numpy()
     violated = local > bound * (1 + tolerance) + tolerance * 1e-3
     trivial = ~violated & (bound >= 0.5)
     counts = {
@@ -172,7 +172,7 @@ def stability_table(findings: Findings) -> pd.DataFrame:
     rows: list[dict[Any, Any]] = []
     for facts in findings.measurements.models[["model", "attention"]].to_dict("records"):
         measured, model = findings.measurements.of(facts["model"]), {"model": facts["model"]}
-        local = measured.queries.assign(local=local_stability(measured.queries))
+        local = measured.queries.assign(local=query_stability(measured.queries))
         rows += [{**model, "noise": None, **row} for row in _by_place(local, {"local": "local"})]
         named = {"secant": "secant", "response": "weight_change"}
         named |= {name: name for name in ("ln_pair", "ln_sound", "ln_paper", "ln_row")}
@@ -248,7 +248,7 @@ def _medians(gains: pd.DataFrame) -> Summary:
 
 
 def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
-    described: Summary = {"local": without(percentiles(local_stability(queries)), "not_positive")}
+    described: Summary = {"local": without(percentiles(query_stability(queries)), "not_positive")}
     if secants.empty:
         return described
     levels = {float(str(level)): rows for level, rows in secants.groupby("level")}

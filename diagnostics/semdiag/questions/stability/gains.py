@@ -24,7 +24,8 @@ from semdiag.measuring.words import counted
 SAMPLES = 8
 QUERIES = 256  # of a sample and head, evenly spaced; the rest is left out, and the norm is a lower bound
 STEPS = 10
-_LONG, _FEWEST = 512, 2  # keys above which texts are long, and the samples of which gains are measured then
+_LONG = 512
+_FEWEST = 2  # keys above which texts are long, and the samples of which gains are measured then
 _PAIRS = 2**17  # of queries and keys of a sample and head, beyond which fewer queries are taken
 _ENTRIES = 2**22  # scores at a time
 _WAYS = {"gain": ("q", "k", "v"), "score_gain": ("q", "k"), "value_gain": ("v",)}  # what moves
@@ -57,7 +58,8 @@ def measure_gains(
         remark(f"gains: {taken}, and at most {queries} evenly spaced queries of each", "gains-thinned")
     generator = torch.Generator().manual_seed(seed)
     parts: list[dict[str, Any]] = []
-    numbers, done = set(), 0
+    numbers = set()
+    done = 0
 
     def add(call: AttentionCall) -> None:
         if not call.factored or call.sinks is not None:
@@ -95,12 +97,14 @@ def _gains(call: AttentionCall, generator: torch.Generator) -> dict[str, np.ndar
         head = _Head(some, rows.weights)
         start = torch.randn(some.q.shape[:3] + some.v.shape[3:], generator=generator, dtype=torch.float64)
         start = (start.to(some.q.device) * rows.counted[..., None]).flatten(2)
-        largest, count = rows.weights.amax(-1), rows.counted.sum(-1)
+        largest = rows.weights.amax(-1)
+        count = rows.counted.sum(-1)
         found = {"xi": (2 * largest * (1 - largest) * rows.counted).sum(-1) / count, "queries": count}
         found["settled"] = torch.ones_like(count, dtype=torch.bool)
         for name, free in _WAYS.items():
             norm = jacobian_spectral_norm(partial(head.forward, free), partial(head.back, free), start, STEPS)
-            found[name], found["settled"] = norm.value, found["settled"] & norm.settled
+            found[name] = norm.value
+            found["settled"] = found["settled"] & norm.settled
         for name, values in found.items():
             columns.setdefault(name, []).append(values[0].cpu().numpy())
     return {name: np.concatenate(several) for name, several in columns.items()}
@@ -110,7 +114,8 @@ class _Head:
     """The differential do = P dv + (P ∘ (ds − Σ P ds)) v of a head at fixed kept keys, and its transpose."""
 
     def __init__(self, call: AttentionCall, weights: Tensor) -> None:
-        self.call, self.weights = call, weights
+        self.call = call
+        self.weights = weights
         self.slope: Tensor | float = call.scale
         if call.softcap is not None:
             capped = torch.tanh(call.scale * (call.q @ call.k.mT) / call.softcap)

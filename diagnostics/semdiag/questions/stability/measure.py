@@ -81,7 +81,7 @@ def _constants(attention: str, delta: Tensor, gap: Tensor, kept: Tensor) -> dict
     return dict.fromkeys(names, torch.full_like(delta, torch.nan))
 
 
-def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
+def query_stability(queries: pd.DataFrame) -> "pd.Series[float]":
     """Return the local ξ_loc of each query, from its largest attention weight."""
     if "largest_weight" not in queries:
         return pd.Series(np.nan, index=queries.index)
@@ -89,7 +89,7 @@ def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
     return pd.Series(local_stability_of_weight(largest).numpy(), index=queries.index)
 
 
-def row_changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
+def noisy_changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
     """Compare each clean row with its noisy one."""
     # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
     kept_clean, kept_noisy = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
@@ -120,7 +120,8 @@ SECANTS = Table(
 
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 _HEADS = 16  # assumed for external models, for the size of a pass
-_PAIRS, _FEWEST = 2**21, 4  # queries × keys of a head beyond which fewer samples run; samples at least
+_PAIRS = 2**21
+_FEWEST = 4  # queries × keys of a head beyond which fewer samples run; samples at least
 
 
 def measure_secants(
@@ -136,9 +137,13 @@ def measure_secants(
     remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> pd.DataFrame:
     """Compare every softmax row of clean inputs with that of noisy copies; noise enters behind the embedding."""
-    loaded, device = unnamed(model), with_float64(device)
+    loaded = unnamed(model)
+    device = with_float64(device)
     parts: list[dict[str, Any]] = []
-    reach, level, done, size = Reach(), 0.0, 0, 0
+    reach = Reach()
+    level = 0.0
+    done = 0
+    size = 0
     # One for each place where noise enters, so that the noise does not depend on the size of batches.
     generators: dict[int, torch.Generator] = {}
 
@@ -163,7 +168,8 @@ def measure_secants(
     at_once = max(1, _SCORES // (2 * heads * length * keys))
     with running(loaded, add, device, torch.float64) as run:
         for noise in levels:
-            level, done = noise, 0
+            level = noise
+            done = 0
             generators.clear()
             for part in (part for batch in few for part in small_parts(batch, at_once)):
                 size = samples_of(part)
@@ -219,7 +225,7 @@ def _compared(call: AttentionCall, samples: int, min_keys: int, taken: Tensor | 
     sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
     query = query if taken is None else taken.to(query)[query.long()]
     columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
-    columns |= {name: values[counted] for name, values in row_changes(clean, noisy).items()}
+    columns |= {name: values[counted] for name, values in noisy_changes(clean, noisy).items()}
     return {name: column.cpu().numpy() for name, column in columns.items()}
 
 

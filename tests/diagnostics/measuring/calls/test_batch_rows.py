@@ -13,9 +13,9 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.questions import registry
 from semdiag.questions.k_sweep.top_scores import TopScores
-from semdiag.questions.mask_stability.measure import NoisePlan
-from semdiag.questions.overlap.measure import OverlapPlan, mask_overlap
-from semdiag.questions.stability.measure import SecantsPlan, measure_secants
+from semdiag.questions.mask_stability.measure import MASKS, NoisePlan
+from semdiag.questions.overlap.measure import OVERLAP, OverlapPlan, mask_overlap
+from semdiag.questions.stability.measure import SECANTS, SecantsPlan, measure_secants
 from semdiag_files import InputError
 
 SAMPLES, LENGTH, HEADS, WIDTH = 3, 6, 4, 8
@@ -179,7 +179,7 @@ def test_a_survey_names_what_it_left_out_and_measures_the_rest(fold, ids):
     result = registry.QUESTIONS["mask-stability"].json(Findings(found))["results"][0]
     assert not result["applicable"]
     assert result["mask"].startswith("mask stability not available, because the attention")
-    assert found.masks.empty
-    assert found.secants.empty
-    assert found.overlap.empty
+    assert found[MASKS].empty
+    assert found[SECANTS].empty
+    assert found[OVERLAP].empty
     assert len(found.queries) == SAMPLES * LENGTH * HEADS

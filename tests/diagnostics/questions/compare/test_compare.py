@@ -14,7 +14,14 @@ from semdiag.capturing.loading import load
 from semdiag.measuring.calls.running import unnamed
 from semdiag.questions import registry
 from semdiag.questions.compare.answer import comparison_sentences
-from semdiag.questions.compare.measure import SUMS, CallPairs, ComparePlan, compare, head_changes, own_copy
+from semdiag.questions.compare.measure import (
+    SUMS,
+    CallPairs,
+    ComparePlan,
+    comparison_tables,
+    head_changes,
+    own_copy,
+)
 from semdiag_files import InputError, files
 from semdiag_models import Encoder
 
@@ -73,7 +80,7 @@ def ids(samples=5, seed=0):
 
 def both(base, other, inputs, **options):
     """The two tables, of inputs in batches of two."""
-    found = compare(named(base, "a"), named(other, "b"), inputs.split(2), **options)
+    found = comparison_tables(named(base, "a"), named(other, "b"), inputs.split(2), **options)
     return found["compared"], found["compared_outputs"]
 
 
@@ -221,7 +228,7 @@ def test_where_a_forward_draws_random_numbers_both_draw_the_same():
 def test_half_precision_of_one_of_them_alone():
     base = named(Causal(), "a")
     other = replace(base, path="b", module=copy.deepcopy(base.module))
-    found = compare(base, other, [ids()], dtypes=(torch.float32, torch.bfloat16))
+    found = comparison_tables(base, other, [ids()], dtypes=(torch.float32, torch.bfloat16))
     compared, outputs = found["compared"], found["compared_outputs"]
     changes = compared["total_variation"] / compared["queries"]
     # bfloat16 rounds by 2^-9: scores of some tens to a few tenths. Weights change, and by far less than all.

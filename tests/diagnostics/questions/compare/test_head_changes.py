@@ -8,7 +8,7 @@ import torch
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.questions.compare import measure as module
-from semdiag.questions.compare.measure import SUMS, head_changes, refusal
+from semdiag.questions.compare.measure import SUMS, head_changes, mismatch
 
 B, H, HK, LQ, LK, D, DV, TOP = 2, 4, 2, 5, 6, 3, 2, 2
 # Sums of at most B · H · LQ · LK · DV = 480 terms, each below 100 and worked out in fewer than 20 roundings.
@@ -155,7 +155,7 @@ def test_a_case_by_hand():
 
 
 def test_calls_of_other_sizes_are_told_apart():
-    assert refusal(call(0), call(20)) == ""
-    assert refusal(call(0), replace(call(0), v=random(B, HK, LK, 5, seed=1))) == f"{DV} numbers in a value and 5"
+    assert mismatch(call(0), call(20)) == ""
+    assert mismatch(call(0), replace(call(0), v=random(B, HK, LK, 5, seed=1))) == f"{DV} numbers in a value and 5"
     shorter = replace(call(0), q=random(B, 2, 3, D, seed=1))
-    assert refusal(call(0), shorter) == f"{H} heads and 2, {LQ} queries and 3"
+    assert mismatch(call(0), shorter) == f"{H} heads and 2, {LQ} queries and 3"

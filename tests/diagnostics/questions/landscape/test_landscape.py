@@ -16,7 +16,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions, measure
 from semdiag.measuring.survey import survey
 from semdiag.questions.landscape.answer import landscape_facts, landscape_sentences, working_distance
-from semdiag.questions.landscape.measure import LandscapePlan, landscape
+from semdiag.questions.landscape.measure import LandscapePlan, landscape_table
 from semdiag_files import InputError
 
 FEW = LandscapePlan(grid=5, radius=0.5)
@@ -79,7 +79,7 @@ def test_a_loss_that_float32_cannot_hold_is_no_zero(tiny_models, inputs):
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
 def test_every_cell_is_the_loss_of_that_very_model(tiny_models, inputs, kind):
     model = tiny_models[kind]
-    table = landscape(model, *inputs, plan=FEW, seed=3, dtype=torch.float64)
+    table = landscape_table(model, *inputs, plan=FEW, seed=3, dtype=torch.float64)
     grid = table[table["place"] == "grid"]
     assert len(grid) == 25
     far = grid[(grid["x"] != 0) | (grid["y"] != 0)]
@@ -126,11 +126,11 @@ def test_the_model_and_the_world_stay_as_they_were(tiny_models, inputs, stop):
 
     plan = LandscapePlan(grid=3)
     if stop is None:
-        landscape(model, *inputs, plan=plan, after_point=after_point)
+        landscape_table(model, *inputs, plan=plan, after_point=after_point)
         assert sum(points) == plan.steps()
     else:
         with pytest.raises(stop):
-            landscape(model, *inputs, plan=plan, after_point=after_point)
+            landscape_table(model, *inputs, plan=plan, after_point=after_point)
     assert_same(before, state(model.module))
 
 

@@ -38,7 +38,7 @@ from semdiag.questions.lipschitz.measure import (
     block_jacobians,
     gradient_norms,
     line_secants,
-    lipschitz,
+    lipschitz_tables,
     plain_attention,
     plane_secants,
 )
@@ -228,7 +228,7 @@ def found_on(models, inputs, plan=FEW, seed=0):
             [{"model": model.path, "attention": model.module.config.attention, "task": "even-pairs"}]
         )
         nothing = pd.DataFrame({"model": []})
-        tables = lipschitz(model, *inputs, plan=plan, seed=seed)
+        tables = lipschitz_tables(model, *inputs, plan=plan, seed=seed)
         parts.append(Measurements(row, nothing, nothing, nothing, nothing, {}, **tables))
     return Measurements.concat(parts)
 
@@ -272,8 +272,8 @@ def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, input
     model.module.train()
     before = [p.clone() for p in model.module.parameters()], torch.get_rng_state()
     fewest = LipschitzPlan(samples=5, planes=2, directions=2, draws=5, radius=0.5)
-    one = lipschitz(model, *inputs, plan=fewest, after_point=steps.append)
-    again, other = (lipschitz(model, *inputs, plan=fewest, seed=s) for s in (0, 1))
+    one = lipschitz_tables(model, *inputs, plan=fewest, after_point=steps.append)
+    again, other = (lipschitz_tables(model, *inputs, plan=fewest, seed=s) for s in (0, 1))
     assert sum(steps) == fewest.steps()
     for name, table in one.items():
         pd.testing.assert_frame_equal(table, again[name])
@@ -297,7 +297,7 @@ def test_an_interruption_leaves_the_model_as_it_was(tiny_models, inputs, step):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lipschitz(model, *inputs, plan=FEW, after_point=stop)
+        lipschitz_tables(model, *inputs, plan=FEW, after_point=stop)
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.module.parameters(), strict=True))
     assert all(p.grad is None for p in model.module.parameters())
     assert torch.equal(before[1], torch.get_rng_state())
@@ -325,7 +325,7 @@ def test_a_broken_model_is_refused(tiny_config, inputs):
         encoder = Encoder(tiny_config())
     encoder.head.bias.data[0] = math.nan
     with pytest.raises(InputError, match=r"head.bias holds a NaN"):
-        lipschitz(encoder, *inputs, plan=FEW)
+        lipschitz_tables(encoder, *inputs, plan=FEW)
 
 
 def secants(path, factor, planes=6, radii=(0.5, 1.0)):

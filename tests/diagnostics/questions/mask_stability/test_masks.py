@@ -15,7 +15,7 @@ from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.table import column_types
 from semdiag.questions.mask_stability import mask_rows
 from semdiag.questions.mask_stability.mask_rows import row_changes, selection_of
-from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS, NoisePlan, mask_stability
+from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS, NoisePlan, noise_tables
 from semdiag.questions.stability.measure import measure_secants
 from semdiag_files import InputError
 
@@ -97,7 +97,7 @@ def test_the_tables_are_as_defined(kind, wild_encoder, padded_tokens, batch_size
         monkeypatch.setattr(mask_rows, "_STRIP", 1)
     encoder, (tokens, labels) = wild_encoder(kind), padded_tokens
     plan = NoisePlan(LEVELS, draws=3, k=K, seed=5)
-    masks, effects = mask_stability(encoder, tokens, labels, plan, batch_size=batch_size, dtype=torch.float64)
+    masks, effects = noise_tables(encoder, tokens, labels, plan, batch_size=batch_size, dtype=torch.float64)
     pairs, logits = naive(encoder, tokens, plan)
     for declared, table in ((MASKS, masks), (NOISE_EFFECTS, effects)):
         assert column_types(table) == declared.columns
@@ -135,7 +135,7 @@ def test_the_tables_are_as_defined(kind, wild_encoder, padded_tokens, batch_size
 def test_no_certified_row_ever_changes(kind, wild_encoder, padded_tokens, size, dtype):
     encoder = wild_encoder(kind, size)
     plan = NoisePlan((1e-8, 1e-6, 1e-4, 0.01, 0.3), draws=20, k=K)
-    masks, _ = mask_stability(encoder, padded_tokens[0], None, plan, dtype=dtype)
+    masks, _ = noise_tables(encoder, padded_tokens[0], None, plan, dtype=dtype)
     assert (masks["certified"] > 0).sum() > 100
     assert masks["certified_changed"].sum() == 0
     assert (masks["certified"] <= masks["exact"]).all()
@@ -144,20 +144,20 @@ def test_no_certified_row_ever_changes(kind, wild_encoder, padded_tokens, size, 
 @pytest.mark.parametrize("which", [0, 1])
 def test_no_certified_row_of_a_trained_model_changes(tiny_models, which):
     model = tiny_models[which]
-    masks, effects = mask_stability(model, *model.default_inputs(40, 0)[:2], NoisePlan(LEVELS, k=K))
+    masks, effects = noise_tables(model, *model.default_inputs(40, 0)[:2], NoisePlan(LEVELS, k=K))
     assert masks["certified_changed"].sum() == 0
     assert effects["correct_after"].between(0, 1).all()
 
 
 def test_a_broken_certificate_would_be_counted(wild_encoder, padded_tokens, monkeypatch):
     monkeypatch.setattr(mask_rows, "certified", lambda change, *_: torch.ones_like(change, dtype=torch.bool))
-    masks, _ = mask_stability(wild_encoder("topk"), padded_tokens[0], None, NoisePlan((0.5,), draws=2))
+    masks, _ = noise_tables(wild_encoder("topk"), padded_tokens[0], None, NoisePlan((0.5,), draws=2))
     assert masks["certified_changed"].sum() > 0
 
 
 def test_noise_is_the_same_at_every_level_but_for_its_size(wild_encoder, padded_tokens):
     encoder, (tokens, _) = wild_encoder("full"), padded_tokens
-    masks, _ = mask_stability(encoder, tokens, None, NoisePlan((1e-6, 2e-6), k=K), dtype=torch.float64)
+    masks, _ = noise_tables(encoder, tokens, None, NoisePlan((1e-6, 2e-6), k=K), dtype=torch.float64)
     small, large = (rows["response"].to_numpy() for _, rows in masks.groupby("level"))
     np.testing.assert_allclose(large[small > 1e-9], 2 * small[small > 1e-9], rtol=1e-2)
 
@@ -168,7 +168,7 @@ def test_every_sample_has_its_own_draws_whatever_the_batch(wild_encoder, padded_
     encoder, tokens = wild_encoder("topk", 0.7, width=10, length=11), padded_tokens[0][:, :11]
     plan = NoisePlan((0.01,), draws=2)
     whole, parts = (
-        mask_stability(encoder, tokens, None, plan, batch_size=size, dtype=dtype)[1] for size in (100, 6)
+        noise_tables(encoder, tokens, None, plan, batch_size=size, dtype=dtype)[1] for size in (100, 6)
     )
     rounding = 1e-9 if dtype == torch.float64 else 1e-3  # relative to changes of a percent
     np.testing.assert_allclose(parts["logit_change"], whole["logit_change"], rtol=rounding)
@@ -178,11 +178,11 @@ def test_the_seed_decides_and_the_batch_size_does_not(wild_encoder, padded_token
     encoder, (tokens, _) = wild_encoder("topk"), padded_tokens
     plan = NoisePlan(LEVELS, draws=2)
     found = [
-        mask_stability(encoder, tokens, None, plan, batch_size=b, dtype=torch.float64)[0] for b in (100, 100, 5)
+        noise_tables(encoder, tokens, None, plan, batch_size=b, dtype=torch.float64)[0] for b in (100, 100, 5)
     ]
     assert found[0].equals(found[1])
     np.testing.assert_allclose(found[0]["agreement"], found[2]["agreement"])
-    other = mask_stability(encoder, tokens, None, NoisePlan(LEVELS, draws=2, seed=1), dtype=torch.float64)[0]
+    other = noise_tables(encoder, tokens, None, NoisePlan(LEVELS, draws=2, seed=1), dtype=torch.float64)[0]
     assert not found[0]["agreement"].equals(other["agreement"])
 
 
@@ -204,7 +204,7 @@ def test_the_lowest_scores_are_judged_by_their_own_rule(wild_encoder, padded_tok
 
 @pytest.mark.parametrize("kind", ["banded", "block"])
 def test_a_fixed_mask_has_no_rows_but_its_output_is_watched(kind, wild_encoder, padded_tokens):
-    masks, effects = mask_stability(wild_encoder(kind), *padded_tokens, NoisePlan((0.3,)))
+    masks, effects = noise_tables(wild_encoder(kind), *padded_tokens, NoisePlan((0.3,)))
     assert masks.empty
     assert list(masks) == list(MASKS.columns)
     assert len(effects) == SAMPLES
@@ -217,21 +217,21 @@ def test_an_unknown_kind_is_refused():
 
 
 def test_a_mask_that_drops_nothing_has_no_rows(wild_encoder, padded_tokens):
-    assert mask_stability(wild_encoder("full"), padded_tokens[0], None, NoisePlan(k=LENGTH))[0].empty
+    assert noise_tables(wild_encoder("full"), padded_tokens[0], None, NoisePlan(k=LENGTH))[0].empty
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_nothing_is_left_behind_even_after_an_interruption(wild_encoder, padded_tokens, untouched, error):
     encoder = wild_encoder("topk").float().train()
     check = untouched(encoder)
-    mask_stability(encoder, padded_tokens[0])
+    noise_tables(encoder, padded_tokens[0])
     check()
 
     def stop(samples):
         raise error
 
     with pytest.raises(error):
-        mask_stability(encoder, padded_tokens[0], after_batch=stop)
+        noise_tables(encoder, padded_tokens[0], after_batch=stop)
     check()
 
 
@@ -314,7 +314,7 @@ PLAN = NoisePlan((0.1,), draws=2, k=K, seed=3)
 
 
 def of_others(model, batch, batch_size=100):
-    return mask_stability(model, batch, plan=PLAN, batch_size=batch_size, dtype=torch.float64)[0]
+    return noise_tables(model, batch, plan=PLAN, batch_size=batch_size, dtype=torch.float64)[0]
 
 
 @pytest.mark.parametrize(("first", "turned"), [("tokens", False), ("positions", False), ("positions", True)])
