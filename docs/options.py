@@ -21,6 +21,8 @@ ELSEWHERE = {  # what other pages tell at length
     "--budget": "Write [a k for each layer and head](k-sweep.md#budgets) to this JSON file.",
     "--rerun": "Run the model with [real masks](k-sweep.md).",
     "--save": "Write [what the model chooses](selections.md#a-models-own-selections) to this file.",
+    "--lengths": "Also run [pieces of these lengths](k-sweep.md#longer-texts).",
+    "--precision": "[Number formats](quantities.md#in-a-number-format) that masks are compared with.",
     "--queries": "Measure only this many [random queries](../performance.md#drawn-queries) per sample and head.",
     "--every-layer": "Fail if δ_h < δ_s fails at the median of [a single layer](training.md#what-must-hold).",
 }

@@ -13,7 +13,7 @@ _LARGEST_FLOAT32 = 2.0**128 * (1 - 2.0**-24)  # weights, gradients and scores ar
 
 
 def option(
-    panel: str, default: Any, words: str, within: str = "", choices: Iterable[str] = (), **more: str
+    panel: str, default: Any, words: str, within: str = "", choices: Iterable[str] = (), **more: Any
 ) -> Any:
     """Return a field of a record that is an option of a command, with its meaning and legal values."""
     metadata = {"help": words, "panel": panel, "within": within, "choices": choices, **more}

@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pandas as pd
@@ -67,8 +71,8 @@ def test_a_question_is_one_file_and_one_line(peaks, run_semdiag, here, tiny_runs
     assert f"{100 * csv['peaked'].max():.1f}% at most." in outcome.err  # the terminal, beside JSON
     assert "peaked" in outcome.err
     page = (here / "out" / "index.html").read_text(encoding="utf-8")
-    assert "How many queries look at one key?" in page
-    assert "A weight above one half may still be a sink." in page
+    assert "How many queries have scores far apart?" in page
+    assert "A wide range may come from a single key." in page
     assert (here / "out" / "figures" / "peaks.svg").is_file()
     assert "peaks" in registry.reported()  # and so in reports
 
@@ -120,3 +124,29 @@ def test_a_metric_that_was_added_is_listed_written_ruled_and_watched(effective_k
 
 def tiny_model(tiny_runs):
     return semdiag.load(tiny_runs.full).module.train()
+
+
+@pytest.mark.slow
+def test_the_question_of_the_page_passes_the_tests_of_every_question(tmp_path):
+    root = Path(__file__).parents[3]
+    shutil.copytree(root / "diagnostics", tmp_path / "diagnostics", ignore=shutil.ignore_patterns("__pycache__"))
+    code, line = steps("Adding a question")
+    questions = tmp_path / "diagnostics" / "semdiag" / "questions"
+    (questions / "peaks.py").write_text(code, encoding="utf-8")
+    entries = (questions / "registry.py").read_text(encoding="utf-8")
+    pasted = entries.replace('    "convergence",\n', f'    "convergence",\n    {line.strip()},\n')
+    (questions / "registry.py").write_text(pasted, encoding="utf-8")
+    with (root / "pyproject.toml").open("rb") as file:
+        paths = tomllib.load(file)["tool"]["pytest"]["ini_options"]["pythonpath"]
+    places = [tmp_path / "diagnostics", *(root / path for path in paths if path != "diagnostics")]
+    tests = [f"tests/diagnostics/questions/{name}.py" for name in ("test_figures", "test_registry")]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-k", "peaks or not ["]
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-o", f"pythonpath={' '.join(map(str, places))}", *tests],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))},
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert int(re.search(r"(\d+) passed", outcome.stdout)[1]) > 20

@@ -1,22 +1,28 @@
 """The registry: every question with what a report asks of it, every figure reached."""
 
 import inspect
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import semdiag.questions as package
+from semdiag.commands.check import CHECK
+from semdiag.commands.main import REPORT, app
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measure import Conditions
 from semdiag.measuring.plan import Plan
+from semdiag.presenting import options
 from semdiag.presenting.drawing.style import Drawing
+from semdiag.presenting.question import PANELS
 from semdiag.questions import registry
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
 FOLDER = Path(package.__path__[0])
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
-WITHOUT_TABLES = ("dispersion", "heads", "separation", "learning")  # drawn from what every measurement has
+WITHOUT_TABLES = [name for name, q in registry.reported().items() if not q.needs]  # drawn from every measurement
 SHOWN = [
     pytest.param(drawing, id=f"{name}-{external}-{drawing.name}")
     for name, question in registry.reported().items()
@@ -138,3 +144,19 @@ def test_of_external_models_it_applies_only_with_headings_for_them(name, everyth
     mixed = measurements.models.copy()
     mixed.loc[0, "source"] = "factory"
     assert question.applies(Findings(measurements.replace(models=mixed)))
+
+
+@pytest.mark.parametrize("question", [*registry.QUESTIONS.values(), REPORT, CHECK], ids=lambda one: one.name)
+def test_no_name_in_a_record_is_stale(question):
+    shared = {*options.of_plan(options.Shared)}
+    assert {*question.takes, *question.leave_out} <= shared
+    assert {*question.defaults} <= shared | {*options.of_plan(question.plan)}
+    assert {*question.conditions} <= {field.name for field in fields(Conditions)}
+    assert {*question.needs} <= {*registry.tables()}
+    assert question.panel in PANELS
+    anchors = [heading.anchor for external in (False, True) for heading in question.headings_for(external)]
+    assert question.tile_anchor in ("", *anchors)
+
+
+def test_every_command_stands_in_a_group_of_the_help():
+    assert {command.rich_help_panel for command in app.registered_commands} == {*PANELS}
