@@ -198,7 +198,7 @@ class RepeatedOptions(TyperCommand):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         # An option without help has another name today, and is never shown.
-        self.rare = [param for param in self.params if getattr(param, "hidden", False) and param.help]
+        self.rare: list[Any] = [param for param in self.params if getattr(param, "hidden", False) and param.help]
         for param in self.rare:
             param.hidden = False  # only --help leaves it out: completion offers it
 
@@ -300,7 +300,7 @@ def add(question: Question) -> None:
 
 def _commands() -> list[tuple[str, Callable[..., None], str]]:
     """Return name, function and group of every command, in the order of ``semdiag --help``."""
-    commands = [
+    commands: list[tuple[str, Callable[..., None], str]] = [
         ("train", train, TRAINING),
         ("sweep", sweep, TRAINING),
         ("monitor", monitor, TRAINING),

@@ -344,7 +344,7 @@ def _parameters(
     signature = inspect.signature(ask).parameters.values()
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters += [parameter for parameter in signature if parameter.name not in ("plan", "request")]
-    usual = {} if question.pictured else {"figures": "none"}
+    usual: dict[str, Any] = {} if question.pictured else {"figures": "none"}
     for name, (annotation, default) in declared.items():
         default = question.defaults.get(name, usual.get(name, default))
         parameters.append(

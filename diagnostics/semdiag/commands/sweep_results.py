@@ -84,7 +84,7 @@ def _state(
     from semdiag_models.sweep import inspect
     from semdiag_models.train import ended
 
-    saved = None
+    saved: Checkpoint | None = None
     recorded: dict[str, list[float]] = {}
     record = None if records is None else records / f"{run.name}.json"
     try:
