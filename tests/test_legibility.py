@@ -17,11 +17,11 @@ LIMITS = {
     "functions above complexity 20": 27,
     "functions above complexity 15": 63,
     "functions of more than 60 lines": 12,
-    "forbidden names": 195,
-    "pronouns and participles": 498,
-    "packed assignments": 366,
+    "forbidden names": 200,
+    "pronouns and participles": 500,
+    "packed assignments": 370,
     "texts times a condition": 19,
-    "public names of two files": 21,
+    "public names of two files": 22,
 }
 
 
