@@ -97,7 +97,7 @@ def test_every_cell_is_the_loss_of_that_very_model(tiny_models, inputs, kind):
 
 
 def test_the_checkpoint_is_a_cell(tiny_models, inputs):
-    table = landscape(tiny_models[0], *inputs, plan=LandscapePlan(grid=3, planes=2))
+    table = landscape_table(tiny_models[0], *inputs, plan=LandscapePlan(grid=3, planes=2))
     assert table.groupby("plane").size().tolist() == [10, 10]
     for _, rows in table.groupby("plane"):
         here = rows[(rows["x"] == 0) & (rows["y"] == 0)]
@@ -108,7 +108,7 @@ def test_the_checkpoint_is_a_cell(tiny_models, inputs):
 
 @pytest.mark.slow
 def test_the_seed_decides(tiny_models, inputs):
-    one, again, other = (landscape(tiny_models[1], *inputs, plan=FEW, seed=s) for s in (0, 0, 1))
+    one, again, other = (landscape_table(tiny_models[1], *inputs, plan=FEW, seed=s) for s in (0, 0, 1))
     pd.testing.assert_frame_equal(one, again)
     assert not one["loss"].equals(other["loss"])
 
@@ -151,9 +151,9 @@ def test_wrong_options_are_refused(values, message):
 
 def test_the_loss_needs_labels(tiny_models, inputs):
     with pytest.raises(InputError, match="has no labels"):
-        landscape(tiny_models[0], inputs[0], plan=FEW)
+        landscape_table(tiny_models[0], inputs[0], plan=FEW)
     with pytest.raises(InputError, match="There is nothing to measure"):
-        landscape(tiny_models[0], inputs[0][:0], inputs[1][:0], plan=FEW)
+        landscape_table(tiny_models[0], inputs[0][:0], inputs[1][:0], plan=FEW)
 
 
 def test_working_distance_by_hand():
@@ -165,7 +165,7 @@ def test_working_distance_by_hand():
 
 def test_facts_of_a_plane(tiny_models, inputs):
     found = measure(tiny_models[0], inputs[0])
-    table = landscape(tiny_models[0], *inputs, plan=FEW)
+    table = landscape_table(tiny_models[0], *inputs, plan=FEW)
     table.loc[3, "loss"] = math.inf
     facts = landscape_facts(Findings(found.replace(landscape=table))).iloc[0]
     assert (facts["cells"], facts["samples"], facts["not_finite"]) == (25, 30, 1)
@@ -176,7 +176,7 @@ def test_facts_of_a_plane(tiny_models, inputs):
 @pytest.mark.parametrize(("planes", "said"), [(1, ", one random plane ("), (11, ", 11 random planes (")])
 def test_planes_are_counted_in_words(tiny_models, inputs, planes, said):
     found = measure(tiny_models[0], inputs[0])
-    table = landscape(tiny_models[0], *inputs, plan=LandscapePlan(planes=planes, grid=3))
+    table = landscape_table(tiny_models[0], *inputs, plan=LandscapePlan(planes=planes, grid=3))
     (sentence,) = landscape_sentences(Findings(found.replace(landscape=table)))
     assert said in sentence
 
