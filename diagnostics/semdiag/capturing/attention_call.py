@@ -127,22 +127,35 @@ def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
 
 def call_from_tensors(
     q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, *, scale: float | None = None, heads: int | None = None,
-    full: Tensor | None = None, fused: bool = False, **others: Any,
+    allowed: Tensor | None = None, bias: Tensor | None = None, fully_masked: Tensor | None = None,
+    full: Tensor | None = None, fused: bool = False, **fields: Any,
 ) -> AttentionCall:  # fmt: skip
-    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk)."""
+    """Return the attention of tensors (…, L, D), with masks that broadcast to (…, Lq, Lk).
+
+    Without sinks, ``full`` is ``fully_masked``, and its queries, but a fused function's in half precision, become
+    0: such a query attends to all its keys equally. ``fields``: of :class:`AttentionCall`.
+    """
+    if fully_masked is None and fields.get("sinks") is None:
+        fully_masked = full
     lead = mixed.shape[:-2]
-    masks = {"allowed": None, "bias": None, "fully_masked": full if others.get("sinks") is None else None}
-    for name, mask in (masks | others).items():
-        if name in masks and mask is not None:
-            few = len(lead) == 2 or mask.ndim <= 2
-            mask = mask[(None,) * (4 - mask.ndim)] if few else four_axes(mask.expand(*lead, -1, -1), heads)
-        others[name] = mask
+    allowed, bias, fully_masked = (_mask_of_four_axes(m, lead, heads) for m in (allowed, bias, fully_masked))
     q, k, v, mixed = (four_axes(x.detach(), heads) for x in (q, k, v, mixed))
-    if full is not None and others["fully_masked"] is not None and not (fused and q.dtype == torch.float16):
-        q = q.masked_fill(others["fully_masked"].any(-1, keepdim=True), 0)
-    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale)
+    if full is not None and fully_masked is not None and not (fused and q.dtype == torch.float16):
+        q = q.masked_fill(fully_masked.any(-1, keepdim=True), 0)
     unknown: dict[str, Any] = {"module": "", "layer": 0, "queries": None, "selected": None}
-    return AttentionCall(**(unknown | others), q=q, k=k, v=v, mixed=mixed, scale=scale)
+    return AttentionCall(
+        **(unknown | fields), q=q, k=k, v=v, mixed=mixed, allowed=allowed, bias=bias, fully_masked=fully_masked,
+        scale=1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale),
+    )  # fmt: skip
+
+
+def _mask_of_four_axes(mask: Tensor | None, lead: tuple[int, ...], heads: int | None) -> Tensor | None:
+    """Return a mask that broadcasts to (*lead, Lq, Lk) as one that broadcasts to (B, H, Lq, Lk)."""
+    if mask is None:
+        return None
+    if len(lead) == 2 or mask.ndim <= 2:
+        return mask[(None,) * (4 - mask.ndim)]
+    return four_axes(mask.expand(*lead, -1, -1), heads)
 
 
 # Masks of external models allow every key, the keys up to the query's position, or other fixed sets.
@@ -170,9 +183,9 @@ def external(models: "pd.DataFrame") -> "pd.Series[bool]":
 def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor, places: Tensor | None = None) -> str:
     """Return the kind of a mask from the numbers of keys of its queries, and the keys that some head reaches."""
     counts = keys.numpy()
-    whole = reached.sum(-1).numpy()
+    reached_counts = reached.sum(-1).numpy()
     real = queries.numpy()
-    if (~real | (counts == whole[:, None, None])).all():
+    if (~real | (counts == reached_counts[:, None, None])).all():
         return "full"
     both = np.broadcast_to(real[..., 1:] & real[..., :-1], counts[..., 1:].shape)
     rises = np.diff(counts, axis=-1)[both]
@@ -185,10 +198,10 @@ def joint_kind(kinds: set[str]) -> str:
     return next(iter(kinds)) if len(kinds) == 1 else "masked"
 
 
-def rows_of_kind(kind: str, dispersion: Tensor, separation: Tensor, kept: Tensor) -> AttentionRows | None:
+def rows_of_kind(kind: str, dispersion: Tensor, separation: Tensor, counts: Tensor) -> AttentionRows | None:
     """Return the rows for the bounds of a kind of attention; None for a kind that no bound covers."""
     if kind in FIXED_MASKS:
-        return fixed_mask_rows(dispersion, kept)
+        return fixed_mask_rows(dispersion, counts)
     if kind in HEAVY_HITTERS:
-        return heavy_hitter_rows(dispersion, separation, kept)
+        return heavy_hitter_rows(dispersion, separation, counts)
     return None

@@ -72,7 +72,7 @@ def take_off_hooks(module: nn.Module | None, *hooks: object) -> None:
     """Remove hooks from a module (None: from all modules), where they are registered."""
     owner, prefix = (of_all_modules, "_global_forward_") if module is None else (module, "_forward_")
     tables = [getattr(owner, prefix + name, None) or {} for name in _TABLES]
-    numbers = [n for table in tables for n, hook in table.items() if any(hook is own for own in hooks)]
+    numbers = [n for table in tables for n, hook in table.items() if any(hook is each for each in hooks)]
     for table in tables:
         for number in numbers:
             table.pop(number, None)
@@ -144,7 +144,7 @@ def watch_attention(
             scripted = isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn.")
             # Inside a forward pass its arguments are known, and if it fails torch still goes through its hooks.
             if inside is None and not scripted:
-                arguments = Hooks(model, recorder.find_edges, lambda *given: None)
+                arguments = Hooks(model, recorder.find_edges, lambda *arguments: None)
                 stack.enter_context(recording.undone(arguments.remove))
                 arguments.put_on()
         if inside is not None:
@@ -357,30 +357,30 @@ class BlockCall:
 @contextmanager
 def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iterator[None]:
     """Call ``consume`` for every block that a batch passes in the context."""
-    seen: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def keep(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen[name] = inputs[0]
+        values[name] = inputs[0]
 
     def attended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen["middle"] = seen["stream"] + output
+        values["middle"] = values["stream"] + output
 
     def ended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen["end"] = seen["middle" if encoder.config.norm == "pre" else "mlp_tokens"] + output
+        values["end"] = values["middle" if encoder.config.norm == "pre" else "mlp_tokens"] + output
 
-    def finish(layer: int, *given: Any) -> None:
-        call = BlockCall(layer=layer, **seen)
-        seen.clear()
+    def finish(layer: int, *arguments: Any) -> None:
+        call = BlockCall(layer=layer, **values)
+        values.clear()
         consume(call)
 
     with ExitStack() as hooks:
-        hooks.enter_context(watch_attention(encoder, lambda call: seen.update(attention=call)))
+        hooks.enter_context(watch_attention(encoder, lambda call: values.update(attention=call)))
         for layer, block in enumerate(encoder.blocks):
             attention, expand, contract = (block.get_submodule(n) for n in ("attention", "expand", "contract"))
-            parts = ((block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden"))
-            for part, name in parts:
+            hooked = ((block, "stream"), (attention, "tokens"), (expand, "mlp_tokens"), (contract, "hidden"))
+            for part, name in hooked:
                 hooks.enter_context(part.register_forward_pre_hook(partial(keep, name)))
             for part, hook in ((attention, attended), (contract, ended), (block, partial(finish, layer))):
                 hooks.enter_context(part.register_forward_hook(hook))
-        hooks.callback(seen.clear)
+        hooks.callback(values.clear)
         yield

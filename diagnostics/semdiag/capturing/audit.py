@@ -110,10 +110,11 @@ def remarks(call: AttentionCall, shapes: list[tuple[int, ...]], first: bool, tra
     yield from (Remark(call.module, text) for text in _of_numbers(call, shapes[-1] if shapes else ()))
 
 
-def _of_numbers(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
+def _of_numbers(call: AttentionCall, shape: tuple[int, ...]) -> Iterator[str]:
     _, heads, length, width = call.q.shape
-    if len(given) == 3 and width == given[1] and heads * length == given[2] and call.k.shape[2] == length != width:
-        yield f"its queries and keys are channels, not positions: the product runs over the {given[1]} positions"
+    square = call.k.shape[2] == length != width
+    if len(shape) == 3 and (width, heads * length) == shape[1:] and square:
+        yield f"its queries and keys are channels, not positions: the product runs over the {width} positions"
     if call.forbidding is not None:
         yield f"a mask of {call.forbidding:.3g} instead of -inf: the keys that it is given to count as forbidden"
     if call.bias is None:
@@ -145,21 +146,23 @@ def _ends_alike(call: AttentionCall) -> bool:
     return 2 <= int(alike.sum()) < length
 
 
-def bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:
+def bare_blocks(model: nn.Module, ran: set[str], attentions: set[str]) -> Iterator[tuple[str, str]]:
     """Yield lists of blocks in which some ran without attention, each with a remark."""
 
     def attends(name: str) -> bool:
-        return any(f"{module}.".startswith(f"{name}.") for module in known)
+        return any(f"{module}.".startswith(f"{name}.") for module in attentions)
 
     outer: list[str] = []  # prefixes of the names of modules inside lists
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or name.startswith((*outer,)):
             continue
         blocks = {f"{name}.{key}".lstrip("."): type(block) for key, block in module.named_children()}
-        kinds = {kind for block, kind in blocks.items() if isinstance(module, nn.ModuleList) or attends(block)}
+        attending = {block for block in blocks if attends(block)}
+        of_one_list = isinstance(module, nn.ModuleList)
+        kinds = {kind for block, kind in blocks.items() if of_one_list or block in attending}
         running = [block for block, kind in blocks.items() if kind in kinds and block in ran]
-        bare = sum(not attends(block) for block in running)
-        if isinstance(module, nn.ModuleList) or len(running) > 1:
+        bare = len([block for block in running if block not in attending])
+        if of_one_list or len(running) > 1:
             outer.append(f"{name}." if name else "")
         if 0 < bare < len(running):
             yield name, f"{bare} of {len(running)} blocks ran without softmax attention"

@@ -27,25 +27,25 @@ def refuse_unnamed_labels(model: nn.Module, batch: Sequence[Any]) -> None:
         return  # the call itself will fail, or takes any number
     first = batch[0] if batch else None
     samples = len(first) if isinstance(first, Tensor) and first.ndim else -1
-    for at, (given, taken) in enumerate(zip(batch, parameters, strict=False)):
-        if taken.kind is not taken.POSITIONAL_OR_KEYWORD:
+    for at, (value, parameter) in enumerate(zip(batch, parameters, strict=False)):
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             return
-        optional = taken.default is not taken.empty and at > 0
-        if optional and isinstance(given, Tensor) and _may_be_labels(given, taken.name.lower(), samples):
+        optional = parameter.default is not parameter.empty and at > 0
+        if optional and isinstance(value, Tensor) and _may_be_labels(value, parameter.name.lower(), samples):
             names = ", ".join(f"{one.name!r}: …" for one in parameters[: len(batch)])
             raise InputError(
-                f"Entry {at} of the batch may be labels, or the argument {taken.name} of {type(model).__name__}. "
-                f"Give labels apart (labels=), or name the arguments: {{{names}}}."
+                f"Entry {at} of the batch may be labels, or the argument {parameter.name} of "
+                f"{type(model).__name__}. Give labels apart (labels=), or name the arguments: {{{names}}}."
             )
 
 
-def _may_be_labels(given: Tensor, name: str, samples: int) -> bool:
-    if _NAMES.search(name) or given.ndim not in (1, 2) or len(given) != samples:
+def _may_be_labels(value: Tensor, name: str, samples: int) -> bool:
+    if _NAMES.search(name) or value.ndim not in (1, 2) or len(value) != samples:
         return False
-    whole = not given.is_floating_point() and not given.is_complex()
+    integral = not value.is_floating_point() and not value.is_complex() and value.element_size() > 1
     if "mask" in name:
-        return whole and given.element_size() > 1 and bool(((given < 0) | (given > 1) | (given.ndim == 1)).any())
-    return given.ndim == 1 or (whole and given.element_size() > 1)
+        return integral and bool(((value < 0) | (value > 1) | (value.ndim == 1)).any())
+    return value.ndim == 1 or integral
 
 
 Batch = Tensor | Mapping[str, Any] | Sequence[Any]
@@ -76,8 +76,8 @@ def second_axis(model: nn.Module, batch: Batch) -> int:
 
 def only_token_ids(batch: Batch) -> bool:
     """Return whether a batch consists of token ids (N, L) and their masks: integers or bools on two axes."""
-    several = [t for t in tensors_of(batch) if t.ndim > 1]
-    return bool(several) and not any(t.ndim > 2 or t.is_floating_point() or t.is_complex() for t in several)
+    matrices = [t for t in tensors_of(batch) if t.ndim > 1]
+    return bool(matrices) and not any(t.ndim > 2 or t.is_floating_point() or t.is_complex() for t in matrices)
 
 
 def longest(batch: Batch) -> int:
@@ -91,18 +91,18 @@ def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
     if isinstance(batches, Tensor):
         cut = torch.split(batches, size) if batches.ndim else ()
     elif isinstance(batches, Mapping):
-        whole = samples_of(batches)
-        cut = (_part(batches, slice(i, i + size), whole) for i in range(0, whole, size))
+        samples = samples_of(batches)
+        cut = (_part(batches, slice(i, i + size), samples) for i in range(0, samples, size))
     elif isinstance(batches, Iterable) and not isinstance(batches, str | bytes):
         cut = batches
     else:
         cut = (batches,)  # refused below
     for batch in cut:
         if not isinstance(batch, Tensor | Mapping | tuple | list) or not tensors_of(batch):
+            empty = " without a tensor" if isinstance(batch, Mapping | tuple | list) else ""
             raise InputError(
                 "Inputs are a tensor, a dictionary of tensors (keyword arguments), or a list of batches, each a "
-                "tensor, a dictionary or a tuple of arguments. Got "
-                f"{type(batch).__name__}{' without a tensor' * isinstance(batch, Mapping | tuple | list)}."
+                f"tensor, a dictionary or a tuple of arguments. Got {type(batch).__name__}{empty}."
             )
         if samples_of(batch):
             yield batch
@@ -125,25 +125,25 @@ def first_samples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
 
 def without_first(batches: Iterable[Batch], count: int) -> list[Batch]:
     """Return the batches without what :func:`first_samples` yields."""
-    rest_of: list[Batch] = []
+    later: list[Batch] = []
     for batch in batches:
         size = samples_of(batch)
         if count <= 0:
-            rest_of.append(batch)
+            later.append(batch)
         elif count < size:
-            rest = slice(count, size)
-            rest_of.append(batch[rest] if isinstance(batch, Tensor) else _part(batch, rest, size))  # type: ignore[arg-type]
+            rows = slice(count, size)
+            later.append(batch[rows] if isinstance(batch, Tensor) else _part(batch, rows, size))  # type: ignore[arg-type]
         count -= size
-    return rest_of
+    return later
 
 
 def named_embedding(model: nn.Module) -> nn.Module | None:
     """Return the module that a model names as its input embedding, like transformers' models; None if none."""
     try:
-        named = model.get_input_embeddings()  # type: ignore[operator]
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
     except Exception:  # some models have none, and raise anything
         return None
-    return named if isinstance(named, nn.Module) else None
+    return embedding if isinstance(embedding, nn.Module) else None
 
 
 def with_tensor(batch: Batch, old: Tensor, new: Tensor) -> Batch:
@@ -164,14 +164,15 @@ def _map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
-    whole = isinstance(batch, Tensor | Mapping)
-    result: Batch = _map_tensors(batch, change) if whole else tuple(_map_tensors(value, change) for value in batch)
-    return result
+    if isinstance(batch, Tensor | Mapping):
+        changed: Batch = _map_tensors(batch, change)
+        return changed
+    return tuple(_map_tensors(value, change) for value in batch)
 
 
-def _part(batch: Mapping[str, Any], rows: slice, whole: int) -> Batch:
+def _part(batch: Mapping[str, Any], rows: slice, samples: int) -> Batch:
     """Return some rows of every tensor with one entry per sample, and everything else unchanged."""
-    return _mapped(batch, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == whole else tensor)
+    return _mapped(batch, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == samples else tensor)
 
 
 def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
@@ -212,12 +213,12 @@ _TARGET = ("tgt", "decoder_input_ids", "decoder_inputs_embeds")
 class TokenMasks:
     """Token masks among a module's arguments."""
 
-    given: dict[str, Tensor | None]  # (B, L) bool by argument name, true for a real token
+    masks: dict[str, Tensor | None]  # (B, L) bool by argument name, true for a real token
     definitive: bool = False  # whether the module takes masks for its own tokens and another sequence's
     crossing: bool = False  # whether it got another sequence otherwise: a mask may belong to that sequence
-    two: bool = False  # whether it takes two sequences: a mask may belong to either
-    other: bool = False  # whether it got a mask with more axes
-    several: bool = False  # whether it got inputs beside the tokens of its masks, such as images
+    two_sequences: bool = False  # whether it takes two sequences: a mask may belong to either
+    more_axes: bool = False  # whether it got a mask with more axes
+    other_inputs: bool = False  # whether it got inputs beside the tokens of its masks, such as images
 
     def sure(self, name: str) -> bool:
         """Return whether a mask is for the queries, whatever the keys are."""
@@ -244,8 +245,10 @@ def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     named = dict(batch) if isinstance(batch, Mapping) else {}
     values = () if named else (batch,) if isinstance(batch, Tensor) else tuple(batch)
     masks = token_masks(model, values, named)
-    given = {} if masks is None or masks.crossing else masks.given
-    real = {name: mask for name, mask in given.items() if mask is not None}
+    if masks is None or masks.crossing:
+        real = {}
+    else:
+        real = {name: mask for name, mask in masks.masks.items() if mask is not None}
     ids = named.get("decoder_input_ids")
     if isinstance(ids, Tensor) and ids.ndim == 2:
         real.setdefault("decoder_attention_mask", torch.ones_like(ids, dtype=torch.bool))
@@ -274,36 +277,51 @@ def _of_class(kind: Any) -> inspect.Signature:
 def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenMasks | None:
     """Return the token masks among a module's arguments."""
     try:
-        names = _signature(module).parameters
-        given = _signature(module).bind_partial(*args, **kwargs).arguments
+        names = {*_signature(module).parameters}
+        arguments = _signature(module).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):  # the call itself will say what is wrong
         return None
-    for several in [x for x in given.values() if isinstance(x, Mapping)]:  # a dictionary of arguments, or **kwargs
-        given = {**given, **several}
-    both = "decoder_attention_mask" in names or {"src_key_padding_mask", "tgt_key_padding_mask"} <= {*names}
+    for nested in [x for x in arguments.values() if isinstance(x, Mapping)]:  # a dictionary, or **kwargs
+        arguments = {**arguments, **nested}
+    both = "decoder_attention_mask" in names or {"src_key_padding_mask", "tgt_key_padding_mask"} <= names
     definitive = not both and any(name in names for name in _OF_OTHER)
     if isinstance(module, nn.MultiheadAttention):
-        crossing = not _same(given.get("query"), given.get("key"))
+        crossing = not _same(arguments.get("query"), arguments.get("key"))
     else:
-        crossing = not definitive and any(given.get(name) is not None for name in _OTHER)
-    masks: dict[str, Tensor | None] = {}
-    other = False
-    for name in MASK_NAMES:
-        value = given.get(name)
-        if name not in names and value is None:
-            continue
-        if isinstance(value, Tensor) and value.ndim in (1, 2):  # one axis: tokens without a batch axis
-            marked = value.bool() if value.dtype == torch.bool else value != 0
-            masks[name] = (marked if name in _REAL else ~marked).view(-1, value.shape[-1])
-        elif value is not None:
-            other = True
-        else:
-            masks[name] = None
-    two = both or bool({*names} & {*_OTHER, *_TARGET})
+        crossing = not definitive and any(arguments.get(name) is not None for name in _OTHER)
+    present = {
+        name: arguments.get(name) for name in MASK_NAMES if name in names or arguments.get(name) is not None
+    }
+    flat = {name: value for name, value in present.items() if value is None or _is_flat(value)}
+    masks = {name: None if value is None else _real_by(name, value) for name, value in flat.items()}
+    return TokenMasks(
+        masks,
+        definitive,
+        crossing,
+        two_sequences=both or bool(names & {*_OTHER, *_TARGET}),
+        more_axes=len(flat) < len(present),
+        other_inputs=_has_other_inputs(masks, arguments),
+    )
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether a mask is of tokens, with or without a batch axis."""
+    return isinstance(value, Tensor) and value.ndim in (1, 2)
+
+
+def _real_by(name: str, mask: Tensor) -> Tensor:
+    """Return which tokens are real by a mask in its name's usual meaning, (B, L) bool."""
+    marked = mask.bool() if mask.dtype == torch.bool else mask != 0
+    return (marked if name in _REAL else ~marked).view(-1, mask.shape[-1])
+
+
+def _has_other_inputs(masks: Mapping[str, Tensor | None], arguments: Mapping[str, Any]) -> bool:
+    """Return whether there are floating-point inputs beside the tokens of the masks."""
     sizes = {tuple(mask.shape) for mask in masks.values() if mask is not None}
-    inputs = [x for name, x in given.items() if name not in MASK_NAMES and isinstance(x, Tensor)]
-    beside = [x for x in inputs if x.is_floating_point() and x.ndim > 1 and tuple(x.shape[:2]) not in sizes]
-    return TokenMasks(masks, definitive, crossing, two, other, several=bool(sizes and beside))
+    inputs = [x for name, x in arguments.items() if name not in MASK_NAMES and isinstance(x, Tensor)]
+    return bool(sizes) and any(
+        x.is_floating_point() and x.ndim > 1 and tuple(x.shape[:2]) not in sizes for x in inputs
+    )
 
 
 def _same(query: Any, key: Any) -> bool:
@@ -324,5 +342,6 @@ def as_whole_number(value: Any, name: str, least: int | None = None) -> int:
 
 def as_whole_numbers(values: Any, name: str, least: int | None = None) -> tuple[int, ...]:
     """Return one or several whole numbers as a tuple; refuse anything else."""
-    several = values if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
-    return tuple(as_whole_number(value, name, least) for value in several)
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        values = (values,)
+    return tuple(as_whole_number(value, name, least) for value in values)

@@ -44,8 +44,9 @@ def number_of_keys(call: AttentionCall) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _numbers(queries: int, length: int, first: int | None, device: torch.device) -> Tensor:
-    own = torch.arange(1, queries + 1, dtype=torch.int32, device=device) + (length if first is None else first)
-    return own.clamp(max=length)[None, None]
+    before = length if first is None else first
+    numbers = torch.arange(1, queries + 1, dtype=torch.int32, device=device) + before
+    return numbers.clamp(max=length)[None, None]
 
 
 def allowed_rows(call: AttentionCall) -> Iterator[Tensor]:
@@ -89,7 +90,8 @@ def different_key_heads(k: Tensor) -> int:
 
 def products(rows: Tensor, columns: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor · rows @ columns, (b, h, r, m) and (b, hk, m, n), where groups of heads share columns."""
-    (batch, heads, length, width), shared = rows.shape, columns.shape[1]
+    batch, heads, length, width = rows.shape
+    shared = columns.shape[1]
     left = rows.reshape(batch * shared, heads * length // shared, width)
     product = torch.bmm(left if factor == 1 else left * factor, columns.flatten(0, 1))
     return product.view(batch, heads, length, columns.shape[3])
@@ -101,14 +103,14 @@ def narrowed(mask: Tensor) -> Tensor:
     return mask[tuple(one)]
 
 
-def count_true(kept: Tensor) -> Tensor:
+def count_true(mask: Tensor) -> Tensor:
     """Return the number of true entries in each row, int32; five times faster than summing bools."""
-    return kept.view(torch.uint8).sum(-1, dtype=torch.int32)
+    return mask.view(torch.uint8).sum(-1, dtype=torch.int32)
 
 
-def is_true_on_cpu(true: Tensor) -> bool:
+def is_true_on_cpu(value: Tensor) -> bool:
     """Return whether a tensor on the CPU is true; False on another device, for which we do not wait."""
-    return true.device.type == "cpu" and bool(true)
+    return value.device.type == "cpu" and bool(value)
 
 
 def allowed_mask(part: AttentionCall) -> Tensor:
@@ -146,31 +148,31 @@ def mark_largest(values: Tensor, k: Tensor) -> Tensor:
         places = values.argsort(dim=-1, descending=True, stable=True)
         ranked = (torch.arange(length, device=k.device) < k).expand(values.shape)
         return torch.zeros_like(ranked).scatter_(-1, places, ranked) & (values != -torch.inf)
-    kept = ~(values < _bound(values, k.clamp(max=length)))  # NaN counts as the largest
-    doubtful = count_true(kept) > k[..., 0]  # some of equal values must go
+    mask = ~(values < _bound(values, k.clamp(max=length)))  # NaN counts as the largest
+    doubtful = count_true(mask) > k[..., 0]  # some of equal values must go
     if bool(doubtful.any()):
         number = k[..., 0].expand(doubtful.shape)[doubtful][:, None]
         count = min(int(number.max()), length - 1)
         if count == 0:
-            return kept & ~doubtful[..., None]
+            return mask & ~doubtful[..., None]
         rows = values[doubtful]
         places = largest_scores(rows, count)[1]
         ranked = (torch.arange(count, device=k.device) < number).expand(places.shape)
-        kept[doubtful] = torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, places, ranked)
-    return kept
+        mask[doubtful] = torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, places, ranked)
+    return mask
 
 
 def _bound(values: Tensor, k: Tensor) -> Tensor:
     """Return each row's k-th largest value (…, 1), at least the lowest finite number; +inf where k is 0."""
     length = values.shape[-1]
-    whole = sorted(set(k.flatten().tolist()) - {0})
+    counts = sorted(set(k.flatten().tolist()) - {0})
     array = values.detach().numpy()  # NumPy sorts with vector instructions
-    if length > _SORTED and len(whole) == 1:
-        ordered = torch.from_numpy(np.partition(array, length - whole[0], -1))
+    if length > _SORTED and len(counts) == 1:
+        rising = torch.from_numpy(np.partition(array, length - counts[0], -1))
     else:
-        ordered = torch.from_numpy(np.sort(array, -1))
+        rising = torch.from_numpy(np.sort(array, -1))
     places = (length - k).clamp(max=length - 1).expand(*values.shape[:-1], 1)
-    bound = ordered.gather(-1, places).clamp(min=torch.finfo(values.dtype).min)
+    bound = rising.gather(-1, places).clamp(min=torch.finfo(values.dtype).min)
     return bound.masked_fill((k == 0).expand(bound.shape), torch.inf)
 
 
@@ -196,15 +198,15 @@ def query_reach(call: AttentionCall) -> QueryReach:
     device = call.q.device
     first = call.first_query
     if call.allowed is None and call.selected is None:
-        seen = min(length, first + queries) if call.causal else length
+        visible = min(length, first + queries) if call.causal else length
         in_step = first + queries <= length and (call.causal or (queries == 1 and first == length - 1))
-        return QueryReach(
-            (torch.arange(length, device=device) < seen)[None], in_step, first < seen - 1 and not call.causal
-        )
+        real = (torch.arange(length, device=device) < visible)[None]
+        return QueryReach(real, in_step, later=first < visible - 1 and not call.causal)
     parts = [(allowed.any(1).any(1), allowed.any(0).any(0)) for allowed in allowed_rows(call)]
-    last = (joined([seen for _, seen in parts], 0) * torch.arange(1, length + 1, device=device)).amax(-1) - 1
+    by_query = joined([in_any_sample for _, in_any_sample in parts], 0)
+    last = (by_query * torch.arange(1, length + 1, device=device)).amax(-1) - 1
     places = torch.arange(first, first + queries, device=device)
-    real = torch.stack([real for real, _ in parts]).any(0)
+    real = torch.stack([part for part, _ in parts]).any(0)
     return QueryReach(real, torch.equal(last, places), bool((last > places).any()))
 
 

@@ -39,7 +39,7 @@ class Tokeniser:
         self._tokenizer = tokenizer
         self._config = getattr(model, "config", None)
         table = batches.named_embedding(model)
-        self._known = table.num_embeddings if isinstance(table, nn.Embedding) else None
+        self._vocabulary_size = table.num_embeddings if isinstance(table, nn.Embedding) else None
         if getattr(self._config, "summary_type", None) != "last":
             tokenizer.padding_side = "right"
 
@@ -56,16 +56,17 @@ class Tokeniser:
 
     def _check(self, texts: Sequence[str], batch: dict[str, Tensor]) -> None:
         ids = batch["input_ids"]
-        kept = batch.get("attention_mask", torch.ones_like(ids)).bool()
-        some = kept.any(1)
-        if not bool(some.all()):
-            empty = int((~some).nonzero()[0])
+        real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        without_token = ~real.any(1)
+        if bool(without_token.any()):
+            empty = int(without_token.nonzero()[0])
             raise InputError(f"{self._spec}: its tokenizer makes no token of the text {texts[empty][:40]!r}.")
-        largest = int(ids[kept].max())
-        if self._known is not None and largest >= self._known:
+        largest = int(ids[real].max())
+        if self._vocabulary_size is not None and largest >= self._vocabulary_size:
             raise InputError(
-                f"{self._spec}: its tokenizer gives the token id {largest}, but the model has {self._known} "
-                "tokens: it is another model's tokenizer. Name the right one with --tokenizer DIR."
+                f"{self._spec}: its tokenizer gives the token id {largest}, but the model has "
+                f"{self._vocabulary_size} tokens: it is another model's tokenizer. Name the right one with "
+                "--tokenizer DIR."
             )
 
     def mask(self, ids: Tensor, seed: int, share: float = 0.15) -> tuple[Tensor, Tensor] | None:
@@ -74,9 +75,9 @@ class Tokeniser:
         if token is None:
             return None
         special = torch.isin(ids, torch.tensor(self._tokenizer.all_special_ids))
-        drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(special, 2.0)
+        order = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(special, 2.0)
         count = ((~special).sum(1) * share).round().clamp(min=1).long()
-        chosen = (drawn.argsort(1).argsort(1) < count[:, None]) & ~special
+        chosen = (order.argsort(1).argsort(1) < count[:, None]) & ~special
         return ids.masked_fill(chosen, token), ids.masked_fill(~chosen, -100)
 
     def cut(self, texts: Sequence[str]) -> int:
@@ -90,15 +91,16 @@ class Tokeniser:
         with _usable(self._spec):
             texts = [str(self._tokenizer.decode([each], clean_up_tokenization_spaces=False)) for each in ids]
             names = self._tokenizer.convert_ids_to_tokens(list(ids))
-        known = [str(each if name is None else name) for each, name in zip(ids, names, strict=True)]
-        return [text if text and _UNKNOWN not in text else name for text, name in zip(texts, known, strict=True)]
+        names = [str(each if name is None else name) for each, name in zip(ids, names, strict=True)]
+        return [text if text and _UNKNOWN not in text else name for text, name in zip(texts, names, strict=True)]
 
-    def _tokens(self, texts: Sequence[str], targets: bool = False, **how: Any) -> dict[str, Any]:
+    def _tokens(self, texts: Sequence[str], targets: bool = False, **options: Any) -> dict[str, Any]:
         most = None if self.longest is None else _CHARACTERS * self.longest + _MARGIN
         cut = [text[:most] for text in texts]
         with _usable(self._spec):
-            made: Any = self._tokenizer(text_target=cut, **how) if targets else self._tokenizer(cut, **how)
-        return dict(made)
+            if targets:
+                return dict(self._tokenizer(text_target=cut, **options))
+            return dict(self._tokenizer(cut, **options))
 
 
 @contextmanager
@@ -141,11 +143,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _longest(tokenizer: Any, model: nn.Module) -> int | None:
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    known = (tokenizer.model_max_length, positions)
-    limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
+    limits = [n for n in (tokenizer.model_max_length, positions) if isinstance(n, int) and 0 < n < 10**9]
     for name, part in model.named_modules():
-        counted = isinstance(part, nn.Embedding) and "position" in name and part.num_embeddings == positions
-        if counted and part.padding_idx is not None:  # as in RoBERTa: positions begin after padding's
+        table = isinstance(part, nn.Embedding) and "position" in name and part.num_embeddings == positions
+        if table and part.padding_idx is not None:  # as in RoBERTa: positions begin after padding's
             limits.append(positions - part.padding_idx - 1)
     return min(limits, default=None)
 
@@ -215,37 +216,47 @@ def read_texts(path: Path) -> Texts:
         return Texts(lines)
     columns: dict[str, list[Any]] = {name: [] for name in _KEYS}
     for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"].strip():
-            raise InputError(f'{path}, line {number}: each line must be an object like {{"text": "…"}}.')
+        row = _row(path, number, line)
         for name in _KEYS:
             if name in row:
                 columns[name].append(row[name])
         if any(0 < len(columns[name]) < number for name in _KEYS):
             raise InputError(f"{path}, line {number}: label and target must be in every line or in none.")
-    wrong = [x for x in columns["label"] if not isinstance(x, str) and not (type(x) is int and abs(x) < 2**63)]
-    wrong += [x for x in columns["target"] if not isinstance(x, str)]
+    wrong = [label for label in columns["label"] if not _is_label(label)]
+    wrong += [target for target in columns["target"] if not isinstance(target, str)]
     if wrong:
         what = "a label must be a whole number or a name, a target a text"
         raise InputError(f"{path}: {what}. Got {str(wrong[0])[:40]}.")
     return Texts(columns["text"], columns["label"], columns["target"])
 
 
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    """Return the object in a line of JSON lines; refuse one without a text."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"].strip():
+        raise InputError(f'{path}, line {number}: each line must be an object like {{"text": "…"}}.')
+    return row
+
+
+def _is_label(value: object) -> bool:
+    return isinstance(value, str) or (type(value) is int and abs(value) < 2**63)
+
+
 def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions) -> list[Batch]:
     """Make batches of the texts in a file."""
     tokenise = tokeniser_of(path, model, options)
-    given = read_texts(path)
-    labels = _classes(path, given, model, options)
+    content = read_texts(path)
+    labels = _classes(path, content, model.module, options)
     made: list[Batch] = []
-    for part in (slice(first, first + size) for first in range(0, len(given.texts), size)):
-        batch: dict[str, Tensor] = tokenise(given.texts[part])
+    for part in (slice(first, first + size) for first in range(0, len(content.texts), size)):
+        batch: dict[str, Tensor] = tokenise(content.texts[part])
         if labels is not None:
             batch["labels"] = labels[part]
-        elif given.targets:
-            batch = _with_targets(tokenise, batch, given.targets[part], model.module)
+        elif content.targets:
+            batch = _with_targets(tokenise, batch, content.targets[part], model.module)
         made.append(batch)
     return made
 
@@ -264,38 +275,49 @@ def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeni
     return Tokeniser(spec, model.tokenizers[folder], model.module, options.max_length)
 
 
-def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions) -> Tensor | None:
-    named = given.labels
-    where = path
+def _classes(path: Path, content: Texts, model: nn.Module, options: TextOptions) -> Tensor | None:
+    """Return the number of each text's class; None where no classes are given."""
+    labels = content.labels
+    source = path
     if options.labels is not None:
-        where = options.labels
-        named = [int(line) if _NUMBER.fullmatch(line) else line for line in read_lines(where)[0]]
-    if not named:
+        source = options.labels
+        labels = [int(line) if _NUMBER.fullmatch(line) else line for line in read_lines(source)[0]]
+    if not labels:
         return None
-    if len(named) != len(given.texts):
-        texts = counted(len(given.texts), "text")
-        raise InputError(f"{where} has {counted(len(named), 'label')}, but {path} has {texts}.")
-    if "labels" not in inspect.signature(model.module.forward).parameters:
+    if len(labels) != len(content.texts):
+        texts = counted(len(content.texts), "text")
+        raise InputError(f"{source} has {counted(len(labels), 'label')}, but {path} has {texts}.")
+    _check_classifier(source, model)
+    return torch.tensor(_class_numbers(source, labels, getattr(model, "config", None)))
+
+
+def _check_classifier(source: Path, model: nn.Module) -> None:
+    """Refuse classes of texts for a model that takes no labels, or those of tokens."""
+    if "labels" not in inspect.signature(model.forward).parameters:
         raise InputError(
-            f"{where}: {type(model.module).__name__} takes no labels. Name a model with a classification head."
+            f"{source}: {type(model).__name__} takes no labels. Name a model with a classification head."
         )
-    head = getattr(model.module, "get_output_embeddings", lambda: None)
-    if head() is not None:
+    head = getattr(model, "get_output_embeddings", None)
+    if head is not None and head() is not None:
         raise InputError(
-            f"{where} names a class for each text, but {type(model.module).__name__} predicts tokens. Leave the "
+            f"{source} names a class for each text, but {type(model).__name__} predicts tokens. Leave the "
             "classes out, or name a model with a classification head."
         )
-    config = getattr(model.module, "config", None)
-    known = getattr(config, "label2id", None) or {}
-    classes = getattr(config, "num_labels", None)
-    unknown = [name for name in named if isinstance(name, str) and name not in known]
+
+
+def _class_numbers(source: Path, labels: Sequence[int | str], config: Any) -> list[int]:
+    """Return labels as numbers of the model's classes; refuse those that it does not have."""
+    number_of = getattr(config, "label2id", None) or {}
+    classes: Any = getattr(config, "num_labels", None)
+    unknown = [name for name in labels if isinstance(name, str) and name not in number_of]
     if unknown:
-        names = ", ".join(map(str, sorted(known, key=lambda name: int(known[name]))[:10])) or "none"
-        raise InputError(f"{where}: the model has no class {unknown[0][:40]!r}. Its classes: {names}.")
-    numbers = [int(known[name]) if isinstance(name, str) else name for name in named]
-    if isinstance(classes, int) and (outside := [n for n in numbers if not 0 <= n < classes]):
-        raise InputError(f"{where}: the model has {classes} classes, 0 to {classes - 1}. Got {outside[0]}.")
-    return torch.tensor(numbers)
+        names = ", ".join(map(str, sorted(number_of, key=lambda name: int(number_of[name]))[:10])) or "none"
+        raise InputError(f"{source}: the model has no class {unknown[0][:40]!r}. Its classes: {names}.")
+    numbers = [int(number_of[label]) if isinstance(label, str) else label for label in labels]
+    outside = [n for n in numbers if isinstance(classes, int) and not 0 <= n < classes]
+    if outside:
+        raise InputError(f"{source}: the model has {classes} classes, 0 to {classes - 1}. Got {outside[0]}.")
+    return numbers
 
 
 def _with_targets(
@@ -369,7 +391,7 @@ def _read(path: Path) -> Any:
     if path.suffix in (".npy", ".npz"):
         return _read_numpy(path)
     as_array = f'numpy.save("{path.stem}.npy", numpy.loadtxt("{path.name}", delimiter=",", dtype=int))'
-    table = f" A table becomes an array with: {as_array}." * (path.suffix == ".csv")
+    table = f" A table becomes an array with: {as_array}." if path.suffix == ".csv" else ""
     raise InputError(
         "Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt or .jsonl for hf: models and "
         f"models of text. Got {path.name}.{table}"

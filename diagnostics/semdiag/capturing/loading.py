@@ -40,9 +40,9 @@ class WeightsWatch:
         """Record one call."""
         self._modules.append(module)
         self._unexpected += unexpected
-        known = {name: (place, parameter) for place, name, parameter in _places(module, twice=True)}
-        self._missed |= {known[name][0]: _sum(known[name][1]) for name in missing if name in known}
-        self._loaded |= {known[name][0] for name in names - set(unexpected) if name in known}
+        places = {name: (place, parameter) for place, name, parameter in _places(module, twice=True)}
+        self._missed |= {places[name][0]: _sum(places[name][1]) for name in missing if name in places}
+        self._loaded |= {places[name][0] for name in names - set(unexpected) if name in places}
 
     def not_loaded(self, model: nn.Module) -> list[str]:
         """Return the names of a model's parameters that no call loaded and neither a tie nor a copy wrote."""
@@ -56,13 +56,16 @@ class WeightsWatch:
         lost = self.not_loaded(model)
         if not lost:
             return ""
-        described = f"{len(lost)} of its {len(list(model.parameters()))} parameters were not loaded ({_few(lost)})"
+        count = len(list(model.parameters()))
+        described = f"{len(lost)} of its {count} parameters were not loaded ({_first_three(lost)})"
         unexpected = list(dict.fromkeys(self._unexpected))
-        return described + f"; {len(unexpected)} weights fit nothing in it ({_few(unexpected)})" * bool(unexpected)
+        if unexpected:
+            described += f"; {len(unexpected)} weights fit nothing in it ({_first_three(unexpected)})"
+        return described
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + ", …" * (len(names) > 3)
+def _first_three(names: list[str]) -> str:
+    return ", ".join([*names[:3], "…"] if len(names) > 3 else names)
 
 
 def _sum(parameter: Tensor) -> float:
@@ -111,14 +114,16 @@ def imported_function(spec: str) -> Callable[..., Any]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the user's code may do anything when imported
-            place = f" It is looked for in {Path.cwd().name}/, the current folder, and among installed packages."
-            missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-            raise InputError(f"{name} cannot be imported ({_described(error)}).{place * missing}") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        own = {n for n, value in vars(module).items() if getattr(value, "__module__", "") == name}
-        raise unknown_name(f"function of {name}", function, sorted(own) or ["none"])
-    return found  # type: ignore[no-any-return]
+            place = ""
+            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+                folder = Path.cwd().name
+                place = f" It is looked for in {folder}/, the current folder, and among installed packages."
+            raise InputError(f"{name} cannot be imported ({_described(error)}).{place}") from error
+    imported = getattr(module, function, None)
+    if not callable(imported):
+        defined = {n for n, value in vars(module).items() if getattr(value, "__module__", "") == name}
+        raise unknown_name(f"function of {name}", function, sorted(defined) or ["none"])
+    return imported  # type: ignore[no-any-return]
 
 
 def call_factory(spec: str) -> tuple[nn.Module, Any]:
@@ -191,12 +196,12 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
             f"{path} is not a budget: semdiag k-sweep MODEL --rerun --budget FILE.json writes one ({SCHEMA})."
         )
     budgets = content.get("budgets")
-    wanted = content.get("default") if name is None else name
+    budget_name = content.get("default") if name is None else name
     if not isinstance(budgets, dict) or not budgets:
         raise InputError(f"{path} holds no budget.")
-    budget = budgets.get(wanted) if isinstance(wanted, str) else None
+    budget = budgets.get(budget_name) if isinstance(budget_name, str) else None
     if not isinstance(budget, dict):
-        raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
+        raise InputError(f"{path} has no budget called {budget_name}. It has {', '.join(budgets)}.")
     try:
         block = as_whole_number(budget["block"], "block")
         layers = budget["layers"]
@@ -244,16 +249,22 @@ def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
         folder = f"name its folder: hf:{path.parent}; " if (path.parent / "config.json").exists() else ""
         raise InputError(f"{path} {_OTHERS[path.suffix]}. Models are .pt files of semdiag; {folder}{OF_YOUR_OWN}.")
     if path.suffix == ".py" and path.is_file():
-        named = [f"{path.stem}:{name}" for name in _functions(path)[:3]]
-        meant = f"Did you mean {' or '.join(named)}?" if named else "It has none that takes no arguments."
+        names = [f"{path.stem}:{name}" for name in _functions(path)[:3]]
+        meant = f"Did you mean {' or '.join(names)}?" if names else "It has none that takes no arguments."
         raise InputError(f"{path} is a program: name the function in it that builds the model. {meant}")
     if not path.exists():
-        known = {name: run for run in runs for name in (run.name, str(run))}
-        near = get_close_matches(str(path), known, n=1) or get_close_matches(path.name, known, n=1)
-        hint = f" Did you mean {known[near[0]]}?" if near else "" if path.suffix == ".pt" else f" {_MODELS}"
-        if str(path).strip(",").isdecimal():
-            hint = " Is it a number of a list? A list has commas and no spaces: --k 4,8."
-        raise InputError(f"{path} does not exist.{hint}")
+        raise InputError(f"{path} does not exist.{_hint_for(path, runs)}")
+
+
+def _hint_for(path: Path, runs: list[Path]) -> str:
+    """Return what the user may have meant by a path that does not exist."""
+    if str(path).strip(",").isdecimal():
+        return " Is it a number of a list? A list has commas and no spaces: --k 4,8."
+    run_of = {name: run for run in runs for name in (run.name, str(run))}
+    near = get_close_matches(str(path), run_of, n=1) or get_close_matches(path.name, run_of, n=1)
+    if near:
+        return f" Did you mean {run_of[near[0]]}?"
+    return "" if path.suffix == ".pt" else f" {_MODELS}"
 
 
 FOLDER_VARIABLE = "SEMDIAG_CHECKPOINTS"
@@ -277,9 +288,9 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
 
 def without_other_files(models: list[Path]) -> tuple[list[Path], list[Path]]:
     """Split what a shell's ``*`` matched into possible models and other files beside them."""
-    others = [model for model in models if model.suffix in _BESIDE and model.is_file()]
-    kept = [model for model in models if model not in others]
-    return (kept, others) if kept else (models, [])
+    beside = [model for model in models if model.suffix in _BESIDE and model.is_file()]
+    possible = [model for model in models if model not in beside]
+    return (possible, beside) if possible else (models, [])
 
 
 def _folder() -> Path:
@@ -345,9 +356,9 @@ class LoadedModel:
     tokenizers: dict[Path | None, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        known = ", ".join(str(part) for part in (self.task, self.snapshot) if part)
+        run = ", ".join(str(part) for part in (self.task, self.snapshot) if part)
         parameters = sum(p.numel() for p in self.module.parameters())
-        return f"LoadedModel {self.path} ({self.source}, {known}, {parameters:,} parameters)"
+        return f"LoadedModel {self.path} ({self.source}, {run}, {parameters:,} parameters)"
 
     @property
     def size(self) -> int:
@@ -385,8 +396,8 @@ class LoadedModel:
                     f"{self.path} has {self.training.holdout_samples} held-out samples; --samples must not be "
                     f"larger. Got --samples {samples}."
                 )
-            drawn = self.training.train_samples + self.training.holdout_samples
-            require_memory(16 * drawn * config.length, f"Drawing the samples that {self.path} declares")
+            all_samples = self.training.train_samples + self.training.holdout_samples
+            require_memory(16 * all_samples * config.length, f"Drawing the samples that {self.path} declares")
             holdout = draw_data(self.training, config.length, config.pad_id)[1]
             source = "the run's own held-out samples"
             if self.training.text is not None:

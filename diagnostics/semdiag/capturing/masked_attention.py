@@ -409,14 +409,14 @@ def _mask_mod(choice: Choice, bare: Tensor | None, table: GroupedMask | None) ->
     call = choice.call
     causal = call.causal
     allowed = _at(call.allowed, (*call.q.shape[:3], call.k.shape[2]))
-    kept = _kept_mod(choice, table)
+    in_mask = _kept_mod(choice, table)
     first = integers(call.first_query, device=call.q.device)
     keeps_everything = None if bare is None else bare.expand(call.q.shape[:3])
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         mask = k >= 0
-        if kept is not None:
-            mask = kept(b, h, q, k)
+        if in_mask is not None:
+            mask = in_mask(b, h, q, k)
             if keeps_everything is not None:
                 mask = mask | keeps_everything[b, h, q]
         if causal:

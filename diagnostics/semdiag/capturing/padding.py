@@ -19,21 +19,21 @@ from semdiag.capturing.recording import undone
 from semdiag_files import counted
 
 
-def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
+def query_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
     """Return the part of a token mask that belongs to a call's queries."""
-    (batch, _, length, _), first = call.q.shape, call.first_query
-    if len(mask) != batch or mask.shape[1] != call.keys_before + first + length:
+    batch, _, length, _ = call.q.shape
+    if len(mask) != batch or mask.shape[1] != call.keys_before + call.first_query + length:
         return None
     return mask[:, mask.shape[1] - length :]
 
 
-def own_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
+def query_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
     """Return this part if the batch axis holds several rows per sample; the keys show their order."""
     times = len(call.q) // max(1, len(mask))
     orders = (mask.repeat_interleave(times, 0), mask.repeat(times, 1)) if times > 1 else ()
-    parts = ((rows, own_part(rows, call)) for rows in orders)
-    fitting = [own for rows, own in parts if own is not None and true_of_keys(rows, own, call)]
-    return fitting[0] if fitting and all(torch.equal(own, fitting[0]) for own in fitting) else None
+    pairs = ((rows, query_part(rows, call)) for rows in orders)
+    fitting = [part for rows, part in pairs if part is not None and true_of_keys(rows, part, call)]
+    return fitting[0] if fitting and all(torch.equal(part, fitting[0]) for part in fitting) else None
 
 
 def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
@@ -43,15 +43,15 @@ def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
         return False
     if bool(mask.all()):
         return True
-    seen = call.part().allowed
-    if seen is None:
+    allowed = call.part().allowed
+    if allowed is None:
         return call.selected is not None
-    by_some = (seen & queries[:, None, :, None]).any(2).any(1)
+    reached = (allowed & queries[:, None, :, None]).any(2).any(1)
     length = mask.shape[1]
-    keys = by_some.shape[1]
-    return not bool((by_some[:, :length] & ~mask).any()) or (
-        length < keys and bool((by_some[:, keys - length :] == mask).all())
-    )
+    keys = reached.shape[1]
+    if not bool((reached[:, :length] & ~mask).any()):
+        return True
+    return length < keys and bool((reached[:, keys - length :] == mask).all())
 
 
 def _alike(rows: Tensor) -> bool:
@@ -62,64 +62,69 @@ def _alike(rows: Tensor) -> bool:
 
 def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:
     """Return whether a mask with as many samples as tokens is one of queries by keys, (L, L), as a causal one."""
-    seen = call.part().allowed
-    if seen is None or mask.shape != (call.q.shape[2], call.k.shape[2]) or len(mask) != len(call.q):
+    allowed = call.part().allowed
+    if allowed is None or mask.shape != (call.q.shape[2], call.k.shape[2]) or len(mask) != len(call.q):
         return False
-    return not bool((seen & ~mask).any()) and bool((seen & ~mask[:, None, None]).any())
+    return not bool((allowed & ~mask).any()) and bool((allowed & ~mask[:, None, None]).any())
 
 
 def padded_end(call: AttentionCall) -> str | None:
     """Return the end of samples that looks like padding: forbidden to all queries, while its queries see keys."""
-    seen, (batch, _, length, _) = call.allowed, call.q.shape
-    if seen is None or call.first_query or len(seen) < batch or not seen.shape[3] == call.k.shape[2] == length > 1:
+    allowed = call.allowed
+    batch, _, length, _ = call.q.shape
+    if allowed is None or call.first_query or len(allowed) < batch:
         return None
-    keys = seen.any(2, keepdim=True).any(1, keepdim=True)
+    if not allowed.shape[3] == call.k.shape[2] == length > 1:
+        return None
+    keys = allowed.any(2, keepdim=True).any(1, keepdim=True)
     if bool(keys.all()):
         return None
     ends = keys.to(torch.int8).diff(dim=3)  # 1 where padding on the left ends, -1 where it begins on the right
     places = [name for name, step in (("last", -1), ("first", 1)) if bool((ends == step).any())]
     if len(places) != 1 or int((ends != 0).sum(3).max()) > 1:
         return None
-    past = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-    if not (bool((seen == keys).all()) or bool((seen == (keys & past)).all())):
+    past = torch.ones(length, length, dtype=torch.bool, device=allowed.device).tril()
+    if not (bool((allowed == keys).all()) or bool((allowed == (keys & past)).all())):
         return None
-    counted = seen.any(3) if not call.causal else call.part().allowed.any(3)  # type: ignore[union-attr]
-    if not bool((counted & ~keys[:, :, 0]).any()):
+    attending = allowed.any(3) if not call.causal else call.part().allowed.any(3)  # type: ignore[union-attr]
+    if not bool((attending & ~keys[:, :, 0]).any()):
         return None  # padded queries see nothing, and are left out anyway
     return places[0]
 
 
 def padded_by_own_mask(call: AttentionCall) -> Tensor | None:
     """Return which fully masked queries are padding: those whose key no other query sees."""
-    full, (batch, _, length, _) = call.fully_masked, call.q.shape
+    full = call.fully_masked
+    batch, _, length, _ = call.q.shape
     if full is None or call.allowed is None or call.first_query + length > call.k.shape[2]:
         return None
     rows = full.any(-1).all(1).expand(batch, length)
-    seen = call.part().allowed.any(1).any(1).expand(batch, -1)  # type: ignore[union-attr]
-    own = slice(call.first_query, call.first_query + length)
-    real = ~rows | seen[:, own]
+    reached = call.part().allowed.any(1).any(1).expand(batch, -1)  # type: ignore[union-attr]
+    real = ~rows | reached[:, call.first_query : call.first_query + length]
     return real if not bool(real.all()) and bool(real.any(1).all()) else None
 
 
 def real_by_own_mask(call: AttentionCall) -> Tensor | None:
-    """Return which queries attend like real tokens, in self-attention with no other known mask."""
-    seen, (batch, _, length, _) = call.part().allowed, call.q.shape
-    if seen is None or length == 1 or call.first_query + length > call.k.shape[2]:
+    """Return which queries attend like real tokens, in self-attention without any token mask."""
+    allowed = call.part().allowed
+    batch, _, length, _ = call.q.shape
+    if allowed is None or length == 1 or call.first_query + length > call.k.shape[2]:
         return None
-    seen = seen.expand(batch, seen.shape[1], length, call.k.shape[2]).any(1)
-    place = torch.arange(call.first_query, call.first_query + length, device=seen.device)
-    real = seen[:, torch.arange(length, device=seen.device), place]
-    if not bool((seen == seen[:, :1]).all()):
-        everything = seen.all(2)
+    visible = allowed.expand(batch, allowed.shape[1], length, call.k.shape[2]).any(1)
+    place = torch.arange(call.first_query, call.first_query + length, device=visible.device)
+    real = visible[:, torch.arange(length, device=visible.device), place]
+    if not bool((visible == visible[:, :1]).all()):
+        everything = visible.all(2)
         everything &= everything.sum(1, keepdim=True) > 1  # a single one: the last query of causal attention
-        by_others = (seen & ~everything[:, :, None])[:, :, place].any(1)
+        by_others = (visible & ~everything[:, :, None])[:, :, place].any(1)
         real &= ~everything | by_others
     if call.fully_masked is not None:  # the mask leaves these no key, but others may see their key
-        real |= call.fully_masked.any(-1).all(1) & seen.any(1)[:, place]
+        real |= call.fully_masked.any(-1).all(1) & visible.any(1)[:, place]
     return real if bool(real.any(1).all()) else None
 
 
-Told = tuple[Tensor | None, str | None]  # which queries are real, (B, Lq) bool, and a remark; None for either
+# Which queries are real, (B, Lq) bool, and a remark; None for either.
+RealQueries = tuple[Tensor | None, str | None]
 NOT_APPLIED = "real is not applied here"  # start of a remark
 NOT_APPLIED_CODE = "real-not-applied"
 OWN_KEY = "queries that may attend to no key, and to which no other query may attend, are taken for padding"
@@ -136,9 +141,9 @@ AVERAGED = (
 class Padding:
     """Follows the token masks that the running modules get."""
 
-    def __init__(self, model: nn.Module, given: Tensor | None = None) -> None:
-        self.given = given
-        self.fitted = False
+    def __init__(self, model: nn.Module, real: Tensor | None = None) -> None:
+        self.real = real  # the user's mask, (N, L) bool
+        self.fitted = False  # whether it fitted a call
         self._model = model
         self._threads = threading.local()
         self._failed: str | None = None
@@ -178,8 +183,8 @@ class Padding:
         """Remove the hooks while a module runs: torch's layers refuse nested tensors if they have hooks."""
         taken = self._take_off(*module.modules())
 
-        def after(other: nn.Module, inputs: object, output: object) -> None:
-            if other is module:
+        def after(finished: nn.Module, inputs: object, output: object) -> None:
+            if finished is module:
                 ended.remove()
                 for each in taken:
                     self._put_on(each)
@@ -198,7 +203,7 @@ class Padding:
             masks = None
             self._failed = f"padding of the inputs: {failure(error)}"
         if module is self._model:
-            self._bare = masks is not None and self.given is None and _begins_bare(module, masks, args, kwargs)
+            self._bare = masks is not None and self.real is None and _begins_bare(module, masks, args, kwargs)
         self._running.append(masks)
 
     def _after(self, module: nn.Module, args: Args, output: Any) -> None:
@@ -212,8 +217,8 @@ class Padding:
         code = "padding"
         if self._bare:
             audit.remarks[Remark("", NOT_MASKED, code)] += 1
-        if self.given is not None:
-            queries, remark = self._of_the_user(self.given.to(call.q.device), call)
+        if self.real is not None:
+            queries, remark = self._of_the_user(self.real.to(call.q.device), call)
             code = NOT_APPLIED_CODE
         elif call.queries is not None:
             return call
@@ -230,57 +235,60 @@ class Padding:
             audit.remarks[Remark(call.module, AVERAGED, "fully-masked")] += 1
         return call.averaged()
 
-    def _of_the_user(self, given: Tensor, call: AttentionCall) -> Told:
-        (batch, _, length, _), first = call.q.shape, call.keys_before + call.first_query
-        if len(given) == batch and first >= given.shape[1]:  # tokens generated since the mask was given
+    def _of_the_user(self, real: Tensor, call: AttentionCall) -> RealQueries:
+        batch, _, length, _ = call.q.shape
+        first = call.keys_before + call.first_query
+        if len(real) == batch and first >= real.shape[1]:  # tokens generated since the mask was given
             self.fitted = True
             return call.queries, None
-        own = own_part(given, call)
-        own = own_part_of_folded(given, call) if own is None else own
-        if own is None:
-            why = f"it has {counted(given.shape[1], 'token')}, but there are {first + length}"
-            if given.shape[1] == first + length:
-                why = f"it has {counted(len(given), 'sample')}, but the batch axis has {counted(batch, 'row')}"
+        queries = query_part(real, call)
+        if queries is None:
+            queries = query_part_of_folded(real, call)
+        if queries is None:
+            why = f"it has {counted(real.shape[1], 'token')}, but there are {first + length}"
+            if real.shape[1] == first + length:
+                why = f"it has {counted(len(real), 'sample')}, but the batch axis has {counted(batch, 'row')}"
             return call.queries, f"{NOT_APPLIED}: {why}"
         self.fitted = True
-        return own if call.queries is None else own & call.queries, None
+        return queries if call.queries is None else queries & call.queries, None
 
-    def queries(self, call: AttentionCall) -> Told:
+    def queries(self, call: AttentionCall) -> RealQueries:
         """Return which queries of a call are real, and a remark; None for either."""
-        own, remark = self._by_masks(call)
+        real, remark = self._by_masks(call)
         # Learned queries are no tokens: they are equal in two samples with different keys.
-        padded = own is not None and not bool(own.all())
+        padded = real is not None and not bool(real.all())
         learned = padded and len(call.q) > 1 and _alike(call.q) and not _alike(call.k)
-        return (None, None) if learned else (own, remark)
+        return (None, None) if learned else (real, remark)
 
-    def _by_masks(self, call: AttentionCall) -> Told:
+    def _by_masks(self, call: AttentionCall) -> RealQueries:
         remark = None
         crossing = False
         for masks in filter(None, reversed(self._running)):
             crossing |= masks.crossing
-            for name, mask in masks.given.items():
-                sure = masks.sure(name)
-                if sure and not (masks.definitive or crossing or "decoder" in call.module):
-                    continue  # the target's mask, while this may be the encoder
+            for name, mask in masks.masks.items():
+                if _may_be_targets(name, masks, crossing, call):
+                    continue
                 if mask is None:
-                    if sure and not masks.other:
+                    if masks.sure(name) and not masks.more_axes:
                         return None, None
                     continue
-                mask = mask.to(call.q.device)  # a model spread over devices gets it on one of them
-                own, why = _of_queries(name, mask, masks, crossing, call)
-                if own is not None:
-                    return own, why
-                if not (masks.several and _of_others(mask, call)):
+                queries, why = _of_queries(name, mask.to(call.q.device), masks, crossing, call)
+                if queries is not None:
+                    return queries, why
+                if not (masks.other_inputs and _of_others(mask, call)):
                     remark = why or remark
-                if sure:
+                if masks.sure(name):
                     return None, remark
+        return self._by_attention(call, crossing, remark)
+
+    def _by_attention(self, call: AttentionCall, crossing: bool, remark: str | None) -> RealQueries:
+        """Return which queries are real where no token mask says it."""
         outermost = next(iter(self._running), None)
-        one = call.q.shape[2] == 1  # as in generation: not padding
-        if outermost is not None and outermost.other and not one:
-            own = None if crossing else real_by_own_mask(call)
-            if own is None:
+        if outermost is not None and outermost.more_axes and call.q.shape[2] > 1:  # one: as in generation
+            queries = None if crossing else real_by_own_mask(call)
+            if queries is None:
                 remark = "a mask with axes other than tokens was given: padded queries cannot be told apart"
-            return own, remark
+            return queries, remark
         marked = any(masks is None or masks.definitive for masks in self._running)
         end = padded_end(call) if remark is None and not (crossing or marked) else None
         if end is not None:  # no token mask was given, but keys look like padding
@@ -295,7 +303,7 @@ def _begins_bare(module: nn.Module, masks: TokenMasks, args: Args, kwargs: Kwarg
     """Return whether some samples, not all, begin with the model's padding token, and no mask was given."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     pad = getattr(getattr(module, "config", None), "pad_token_id", None)
-    if masks.other or any(mask is not None for mask in masks.given.values()) or not isinstance(pad, int):
+    if masks.more_axes or any(mask is not None for mask in masks.masks.values()) or not isinstance(pad, int):
         return False
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
         return False
@@ -304,41 +312,46 @@ def _begins_bare(module: nn.Module, masks: TokenMasks, args: Args, kwargs: Kwarg
     return bool(left.any()) and not bool(first.all())
 
 
-def _of_queries(name: str, mask: Tensor, masks: TokenMasks, crossing: bool, call: AttentionCall) -> Told:
+def _may_be_targets(name: str, masks: TokenMasks, crossing: bool, call: AttentionCall) -> bool:
+    """Return whether a mask is the target's, while this may be the encoder."""
+    return masks.sure(name) and not (masks.definitive or crossing or "decoder" in call.module)
+
+
+def _of_queries(name: str, mask: Tensor, masks: TokenMasks, crossing: bool, call: AttentionCall) -> RealQueries:
     """Return which queries are real by a token mask, (B, Lq) bool or None; and a remark or None."""
-    own = own_part(mask, call)
-    if own is None:
-        folded = own_part_of_folded(mask, call)
+    part = query_part(mask, call)
+    if part is None:
+        folded = query_part_of_folded(mask, call)
         if folded is not None:
             return folded, None
     elif masks.sure(name):
         if not is_of_pairs(mask, call):
-            return own, None
-    elif crossing and (masks.crossing or masks.two):
+            return part, None
+    elif crossing and (masks.crossing or masks.two_sequences):
         why = (
             f"{name} may belong to the keys, which are another sequence than the queries: all queries count; say "
             "which are real with real="
         )
-        return None, None if bool(own.all()) else why
+        return None, None if bool(part.all()) else why
     else:
-        queries, remark = _read_by_keys(name, mask, own, masks.two, call)
+        queries, remark = _read_by_keys(name, mask, part, masks.two_sequences, call)
         if queries is not None:
             return queries, remark
     return None, _why_all_count(name, mask, call)
 
 
-def _read_by_keys(name: str, mask: Tensor, own: Tensor, two: bool, call: AttentionCall) -> Told:
+def _read_by_keys(name: str, mask: Tensor, part: Tensor, two_sequences: bool, call: AttentionCall) -> RealQueries:
     """Return the result of :func:`_of_queries` by the reading of the mask that the keys confirm."""
-    everyone = torch.ones_like(own[:, :1])  # for two sequences, or against the name: no query may see padding
+    everyone = torch.ones_like(part[:, :1])  # for two sequences, or against the name: no query may see padding
     for reading in readings(name, mask):
-        queries = reading[:, -own.shape[1] :]
-        seeing = queries if reading is mask and not two else everyone
+        queries = reading[:, -part.shape[1] :]
+        seeing = queries if reading is mask and not two_sequences else everyone
         if not true_of_keys(reading, seeing, call) or is_of_pairs(reading, call):
             continue
         if reading is mask:
             return queries, None
-        seen = call.part().allowed
-        if seen is None or not bool((queries & ~seen.any(3).any(1)).any()):  # every real query sees some key
+        allowed = call.part().allowed
+        if allowed is None or not bool((queries & ~allowed.any(3).any(1)).any()):  # every real query sees some key
             return queries, f"{name} is read as true for padding, which the keys confirm"
     return None, None
 

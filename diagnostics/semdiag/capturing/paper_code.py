@@ -37,23 +37,23 @@ def build_encoder(
     path: Path, state: dict[str, Any], config: Mapping[str, Any] | None
 ) -> tuple[Encoder, dict[str, Any]]:
     """Build our encoder with the parameters of a released-code checkpoint."""
-    known = _from_name(path.name) | dict(config or {})
-    missing = [name for name in ("mask_type", "mask_size", "n_heads") if name not in known]
+    entries = _from_name(path.name) | dict(config or {})
+    missing = [name for name in ("mask_type", "mask_size", "n_heads") if name not in entries]
     if missing:
         raise InputError(
             f"{path} is a checkpoint of the paper's code, but its name does not say {', '.join(missing)}. "
             "Give them in a JSON file: --config FILE.json."
         )
     _check_tensors(path, state)
-    model = _config(path, state, known)
+    model = _config(path, state, entries)
     renamed = _renamed(path, state, model.blocks)
     encoder = Encoder(model).eval()
     check_shapes(path, encoder, renamed)
     encoder.load_state_dict(renamed)
     encoder.positions.copy_(state[_POSITIONS][0])  # with the paper's rounding, not ours
-    seed = known.get("seed")
+    seed = entries.get("seed")
     try:
-        task = find_task(str(known.get("task"))).name
+        task = find_task(str(entries.get("task"))).name
     except InputError:
         task = None
     return encoder, {
@@ -97,32 +97,23 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelConfig:
-    size = known["mask_size"]
-    heads = known["n_heads"]
-    mask = "none" if size == -1 else str(known["mask_type"])
-    if mask not in _MASKS:
-        why = _RANDOM if mask == "rnd" else f"uses mask {mask!r}"
-        raise InputError(f"{path} {why}. Supported are the masks {', '.join(_MASKS)}.")
-    cls = str(known.get("nocls", True)) != "True"
+def _config(path: Path, state: dict[str, Any], entries: dict[str, Any]) -> ModelConfig:
+    mask = _mask(path, entries)
+    heads = entries["n_heads"]
     if not isinstance(heads, int) or heads < 1:
         raise InputError(f"{path}: n_heads must be a positive whole number. Got {heads!r}.")
-    extra = known.get("ngtk", 0)
-    ids = min(state["embedding.weight"].shape[0], state[_POSITIONS].shape[1])
-    if not isinstance(extra, int) or not 0 <= extra < ids:
-        raise InputError(f"{path}: ngtk must be a number of global tokens, less than {ids}. Got {extra!r}.")
-    if cls and extra:
-        raise InputError(f"{path} has CLS and {extra} global tokens, which the paper's code refuses together.")
+    cls = str(entries.get("nocls", True)) != "True"
+    extra = _global_tokens(path, state, entries, cls)
     embedding = state["embedding.weight"]
-    expand = state[_BLOCK.format(0) + "ffn.0.weight"]
     numbers = (re.match(r"encoder\.transformer\.(\d{1,6})\.", str(name)) for name in state)
     values = {
         "vocabulary_size": embedding.shape[0] - extra - cls, "classes": state["linear.weight"].shape[0],
         "length": state[_POSITIONS].shape[1] - extra - cls,
-        "attention": _MASKS[mask], "k": None if mask == "none" else size,
+        "attention": _MASKS[mask], "k": None if mask == "none" else entries["mask_size"],
         "blocks": 1 + max(int(match[1]) for match in numbers if match), "width": embedding.shape[1],
-        "mlp_width": expand.shape[0], "heads": heads, "head_width": state[_MARK].shape[0] // heads,
-        "activation": known.get("activation", "relu"), "inverse_temperature": known.get("inv_temp", 1.0),
+        "mlp_width": state[_BLOCK.format(0) + "ffn.0.weight"].shape[0], "heads": heads,
+        "head_width": state[_MARK].shape[0] // heads,
+        "activation": entries.get("activation", "relu"), "inverse_temperature": entries.get("inv_temp", 1.0),
         "first_norm_eps": 0.0, "pad_as_token": True, "global_tokens": extra,
         "pooling": "cls" if cls else "mean", "cls_as_key": not cls or mask == "none",
     }  # fmt: skip
@@ -130,6 +121,24 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
         return ModelConfig.from_dict(values)  # checks types too: values come from a name or JSON
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def _mask(path: Path, entries: dict[str, Any]) -> str:
+    mask = "none" if entries["mask_size"] == -1 else str(entries["mask_type"])
+    if mask not in _MASKS:
+        why = _RANDOM if mask == "rnd" else f"uses mask {mask!r}"
+        raise InputError(f"{path} {why}. Supported are the masks {', '.join(_MASKS)}.")
+    return mask
+
+
+def _global_tokens(path: Path, state: dict[str, Any], entries: dict[str, Any], cls: bool) -> int:
+    extra = entries.get("ngtk", 0)
+    ids = min(state["embedding.weight"].shape[0], state[_POSITIONS].shape[1])
+    if not isinstance(extra, int) or not 0 <= extra < ids:
+        raise InputError(f"{path}: ngtk must be a number of global tokens, less than {ids}. Got {extra!r}.")
+    if cls and extra:
+        raise InputError(f"{path} has CLS and {extra} global tokens, which the paper's code refuses together.")
+    return extra
 
 
 def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor]:

@@ -36,13 +36,7 @@ def check_sizes(spec: str, folder: Path, config: Any, weights: Sequence[Path], k
     elements = sum(map(math.prod, held))
     if not held or not isinstance(config, dict):
         return  # the library reports what is wrong
-    for name, value in _numbers(config):
-        few = len(held) if "layer" in name or "block" in name else elements if name == "num_labels" else None
-        if few is not None and value > max(_FEW, few):
-            raise InputError(
-                f"{spec}: its config.json says {name} = {value:.3g}, but its files hold "
-                f"{counted(len(held), 'tensor')} with {counted(elements, 'number')}. They are not of one model."
-            )
+    _check_numbers(spec, config, len(held), elements)
     allowed = _FACTOR * elements + _MORE
     made = 0
 
@@ -71,6 +65,22 @@ def check_sizes(spec: str, folder: Path, config: Any, weights: Sequence[Path], k
         hook.remove()
 
 
+def _check_numbers(spec: str, config: dict[str, Any], tensors: int, elements: int) -> None:
+    """Refuse more layers than tensors, or more labels than numbers."""
+    for name, value in _numbers(config):
+        if "layer" in name or "block" in name:
+            limit = tensors
+        elif name == "num_labels":
+            limit = elements
+        else:
+            continue
+        if value > max(_FEW, limit):
+            raise InputError(
+                f"{spec}: its config.json says {name} = {value:.3g}, but its files hold "
+                f"{counted(tensors, 'tensor')} with {counted(elements, 'number')}. They are not of one model."
+            )
+
+
 def quantised_tensor(weights: Sequence[Path]) -> str:
     """Return the name and declared type of a tensor of packed or scaled numbers; empty if there is none."""
     for path in weights:
@@ -89,8 +99,8 @@ def _shapes(path: Path) -> list[tuple[int, ...]]:
     except (KeyError, TypeError):
         return []
     # A shape is whole numbers whose product a file can address.
-    whole = all(type(length) is int and length >= 0 for shape in shapes for length in shape)
-    return shapes if whole and all(math.prod(shape) < 2**63 for shape in shapes) else []
+    valid = all(type(length) is int and length >= 0 for shape in shapes for length in shape)
+    return shapes if valid and all(math.prod(shape) < 2**63 for shape in shapes) else []
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
@@ -118,9 +128,9 @@ def read_header(path: Path, file: BufferedReader) -> Any:
 
 
 def _numbers(config: dict[str, Any], depth: int = 5) -> list[tuple[str, int]]:
-    own = [(name, value) for name, value in config.items() if isinstance(value, int)]
+    numbers = [(name, value) for name, value in config.items() if isinstance(value, int)]
     inner = [value for value in config.values() if isinstance(value, dict)] if depth else []
-    return own + [pair for value in inner for pair in _numbers(value, depth - 1)]
+    return numbers + [pair for value in inner for pair in _numbers(value, depth - 1)]
 
 
 PREFIX = "hf:"
@@ -256,23 +266,26 @@ def _inside(spec: str, folder: Path, name: object) -> Path:
 def _without_weights(spec: str, folder: Path, kind: type) -> InputError:
     """Return the error for a folder without weights, which says what is there instead."""
     ways = "the library reads model.safetensors, or the files that model.safetensors.index.json names"
-    if other := sorted(folder.glob("*.safetensors")):
-        return InputError(f"{spec} holds {other[0].name}, but {ways}.")
-    found = next((file for end in _OTHER_WEIGHTS for file in sorted(folder.glob(end))), None)
-    if found is None:
+    unread = sorted(folder.glob("*.safetensors"))
+    if unread:
+        return InputError(f"{spec} holds {unread[0].name}, but {ways}.")
+    weights = next((file for end in _OTHER_WEIGHTS for file in sorted(folder.glob(end))), None)
+    if weights is None:
         return InputError(
             f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
             "model.save_pretrained(DIRECTORY)."
         )
-    if not found.name.startswith("pytorch_model"):
+    if not weights.name.startswith("pytorch_model"):
         return InputError(
-            f"{spec} holds no .safetensors file, but {found.name}, which is not read. Load it with its own "
+            f"{spec} holds no .safetensors file, but {weights.name}, which is not read. Load it with its own "
             "library, and write the model, in plain numbers, with: model.save_pretrained(DIRECTORY)."
         )
-    classes = [kind.__name__, *["AutoTokenizer"] * any(map(any, map(folder.glob, _TOKENIZER_FILES)))]
+    classes = [kind.__name__]
+    if any(map(any, map(folder.glob, _TOKENIZER_FILES))):
+        classes.append("AutoTokenizer")
     copies = "; ".join(f'{name}.from_pretrained({str(folder)!r}).save_pretrained("NEW")' for name in classes)
     return InputError(
-        f"{spec} holds no .safetensors file, but {found.name}, which may hold code and is not read. If "
+        f"{spec} holds no .safetensors file, but {weights.name}, which may hold code and is not read. If "
         f"you trust it, write a copy in Python: from transformers import {', '.join(classes)}; {copies}"
     )
 
@@ -306,9 +319,11 @@ def _class_of(transformers: Any, named: Any, head: str) -> Any:
     listed = named.get("architectures") if isinstance(named, dict) else None
     name = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
     kind: Any = getattr(transformers, name, None) if head == "auto" and name.isidentifier() else None
-    known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    own = known and getattr(kind.config_class, "model_type", None) == named.get("model_type")
-    return kind if own else transformers.AutoModel
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        return transformers.AutoModel
+    config_class = getattr(kind, "config_class", None)
+    same_type = getattr(config_class, "model_type", None) == named.get("model_type")
+    return kind if same_type else transformers.AutoModel
 
 
 def _check_complete(spec: str, report: dict[str, Any], model: nn.Module) -> None:
@@ -325,7 +340,7 @@ def _check_complete(spec: str, report: dict[str, Any], model: nn.Module) -> None
             f"{spec} lacks {len(missing)} of the model's parameters ({body[0]}): they would be random, so "
             "measurements would mean nothing."
         )
-    shown = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
+    shown = ", ".join([*missing[:3], "…"] if len(missing) > 3 else missing)
     raise InputError(
         f"{spec} lacks {len(missing)} parameters of the head of {type(model).__name__} ({shown}): its predictions "
         "would be random. To measure the model without a head: --head none."

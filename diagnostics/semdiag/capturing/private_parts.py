@@ -51,40 +51,43 @@ def checkpointed() -> bool:
     return frame is not None
 
 
-def _found(original: Callable[..., Any], cls: type, name: str) -> Any:
+def _recorded_attribute(original: Callable[..., Any], cls: type, name: str) -> Any:
     """Return an attribute of a Function; for ``apply``, one whose ``forward`` is recorded."""
-    found = original(cls, name)
+    attribute = original(cls, name)
     if name == "_backward_cls":
         _RUNNING.begun = cls if torch.is_grad_enabled() else None
     if name != "forward" or _RUNNING.begun is not cls:
-        return found
+        return attribute
     _RUNNING.begun = None
 
-    @functools.wraps(found)
+    @functools.wraps(attribute)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # else a function mode sees every property access
             tracked = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
         before = _RUNNING.names
-        _RUNNING.names = (*_RUNNING.names, *[cls.__name__] * tracked)
+        if tracked:
+            _RUNNING.names = (*before, cls.__name__)
         try:
-            return found(*args, **kwargs)
+            return attribute(*args, **kwargs)
         finally:
             _RUNNING.names = before
 
     return forward
 
 
-OWN_GRADIENTS = recording.SharedChange(lambda: recording.replaced(FunctionMeta, "__getattribute__", _found))
+OWN_GRADIENTS = recording.SharedChange(
+    lambda: recording.replaced(FunctionMeta, "__getattribute__", _recorded_attribute)
+)
 
 
 def _own_gradients() -> bool:
     """Return whether a Function is seen while it runs with gradients, and only then."""
-    seen: list[str | None] = []
+    outermost: list[str | None] = []
 
     class Identity(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            seen.append(own_backward())
+            outermost.append(own_backward())
             return x.clone()
 
     x = torch.zeros(1, device="cpu", requires_grad=True)
@@ -92,18 +95,18 @@ def _own_gradients() -> bool:
         Identity.apply(x)
         with torch.no_grad():
             Identity.apply(x)
-    return [*seen, own_backward()] == ["Identity", None, None]
+    return [*outermost, own_backward()] == ["Identity", None, None]
 
 
 def _checkpoints() -> bool:
     """Return whether both kinds of activation checkpoints are seen from inside, and only from there."""
     # The wrapper imports a compiler.
     run = inspect.unwrap(torch.utils.checkpoint.checkpoint)
-    seen = [checkpointed()]
+    inside_one = [checkpointed()]
     x = torch.zeros(1, device="cpu", requires_grad=True)
 
     def inside(x: Tensor) -> Tensor:
-        seen.append(checkpointed())
+        inside_one.append(checkpointed())
         return x.clone()
 
     # The other kind imports a compiler, which takes seconds.
@@ -111,33 +114,33 @@ def _checkpoints() -> bool:
     with OWN_GRADIENTS.held():
         for reentrant in kinds:
             run(inside, x, use_reentrant=reentrant, preserve_rng_state=False)
-    return seen == [False, *[True] * len(kinds)] and run.__globals__ is vars(torch.utils.checkpoint)
+    return inside_one == [False, *[True] * len(kinds)] and run.__globals__ is vars(torch.utils.checkpoint)
 
 
 def _backward_passes() -> bool:
     """Return whether a backward pass is recognised, and nothing else."""
-    seen = [recording.in_backward()]
+    running = [recording.in_backward()]
     x = torch.zeros(1, device="cpu", requires_grad=True)
     y = x.clone()
-    y.register_hook(lambda grad: seen.append(recording.in_backward()))  # type: ignore[no-untyped-call]
+    y.register_hook(lambda grad: running.append(recording.in_backward()))  # type: ignore[no-untyped-call]
     torch.autograd.grad(y.sum(), x)
-    return [*seen, recording.in_backward()] == [False, True, False]
+    return [*running, recording.in_backward()] == [False, True, False]
 
 
 def _transforms() -> bool:
     """Return whether tensors under torch.func transforms are recognised, with what holds their values."""
     x = torch.zeros(1, device="cpu")
-    seen: list[tuple[bool, bool, bool]] = []
+    places: list[tuple[bool, bool, bool]] = []
 
     def noted(row: Tensor) -> Tensor:
         place = recording.untransformed(row).untyped_storage().data_ptr()
-        seen.append((recording.in_transform(row), recording.in_vmap(), place == x.untyped_storage().data_ptr()))
+        places.append((recording.in_transform(row), recording.in_vmap(), place == x.untyped_storage().data_ptr()))
         return row.sum()
 
     torch.vmap(noted)(x)
     torch.func.grad(noted)(x)
     noted(x)
-    return seen == [(True, True, True), (True, False, True), (False, False, True)]
+    return places == [(True, True, True), (True, False, True), (False, False, True)]
 
 
 class _Kinds(TorchDispatchMode):
@@ -172,12 +175,13 @@ def _operators() -> bool:
         "exponential": (lambda: x.exp(), lambda: x.clone().exp_(), lambda: 2**x, lambda: x.exp2()),
         "fused": (lambda: F.scaled_dot_product_attention(x, x, x),),
     }
-    for kind, run in ((kind, run) for kind, several in runs.items() for run in several):
-        with _Kinds() as mode, torch.no_grad():
-            run()
-        if kind not in mode.seen and not (kind == "fused" and "softmax" in mode.seen):
-            return False
-    return True
+    return all(_runs_as(kind, run) for kind, spellings in runs.items() for run in spellings)
+
+
+def _runs_as(kind: str, run: Callable[[], Any]) -> bool:
+    with _Kinds() as mode, torch.no_grad():
+        run()
+    return kind in mode.seen or (kind == "fused" and "softmax" in mode.seen)
 
 
 def _composites() -> bool:
@@ -264,7 +268,7 @@ def _hooks() -> bool:
     ):
         added = "" if owner is module else "module_"
         for kind, more in (("pre_hook", kwargs), ("hook", {"always_call": True})):
-            handles.append(getattr(owner, f"register_{added}forward_{kind}")(lambda *given: None, **more))
+            handles.append(getattr(owner, f"register_{added}forward_{kind}")(lambda *arguments: None, **more))
             tables.append(getattr(owner, f"{name}_{kind}s"))
         tables[-1].move_to_end(handles[-1].id, last=False)
     always = handles[1].id in module._forward_hooks_always_called
@@ -284,10 +288,10 @@ def _storages() -> bool:
 
 def _threads() -> bool:
     """Return whether watches reach other threads, and threads of pools do not keep them."""
-    seen = list[bool]()
+    followed = list[bool]()
 
     def work() -> None:
-        seen.append(recording.is_followed())
+        followed.append(recording.is_followed())
 
     with ThreadPoolExecutor(1) as pool:
         with recording.followed(lambda: nullcontext):
@@ -297,7 +301,7 @@ def _threads() -> bool:
             pool.submit(work).result()
         pool.submit(work).result()
         every = (threading.Thread(target=ThreadPool.__init__), *pool._threads)
-        return all(map(recording.is_of_pool, every)) and seen == [True, True, False]
+        return all(map(recording.is_of_pool, every)) and followed == [True, True, False]
 
 
 def _caches() -> bool:

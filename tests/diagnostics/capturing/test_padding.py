@@ -442,6 +442,7 @@ def test_padding_on_the_left_is_left_out_of_a_generation(cache, kind):
         num_attention_heads=2,
         intermediate_size=16,
         pad_token_id=0,
+        eos_token_id=None,
     )
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=kind)
     options = {"attention_mask": REAL.flip(1), "max_new_tokens": 3, "do_sample": False, "disable_compile": True}

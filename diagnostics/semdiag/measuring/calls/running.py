@@ -100,7 +100,7 @@ class ModelRun:
         size = batching.samples_of(batch)
         batch = batching.moved(batch, self.device, self.dtype)
         if self._queries is not None:
-            self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
+            self.padding.real = self._queries[self._samples : self._samples + size].bool().to(self.device)
         self._samples = self._samples + size
         self._batch = size
         self._second = batching.second_axis(self.module, batch)
