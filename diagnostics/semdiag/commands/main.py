@@ -198,7 +198,9 @@ class RepeatedOptions(TyperCommand):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         # An option without help has another name today, and is never shown.
-        self.rare: list[Any] = [param for param in self.params if getattr(param, "hidden", False) and param.help]
+        self.rare: list[Any] = [
+            param for param in self.params if getattr(param, "hidden", False) and getattr(param, "help", None)
+        ]
         for param in self.rare:
             param.hidden = False  # only --help leaves it out: completion offers it
 

@@ -306,7 +306,8 @@ def masks_of(
 def _ruled(kind: str, ks: Sequence[int], seed: int) -> list[tuple[int, Keep]]:
     """Return the k and the rules of a kind; none for a k that is too small for it."""
     if kind.startswith("skip-"):  # by its threshold alone
-        return [(0, engine_rule(kind, 1))]
+        skipping = engine_rule(kind, 1)
+        return [] if skipping is None else [(0, skipping)]
     if kind == "topp":
         return [(round(100 * share), TopP(share)) for share in SHARES]
     rules_by_k = {k: rule_of(kind, k, seed) for k in ks}

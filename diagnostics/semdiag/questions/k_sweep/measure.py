@@ -157,7 +157,7 @@ class _Pieces:
     """The inputs cut into pieces of one length, and the masks with which these run."""
 
     length: int  # tokens of a piece
-    batches: list[Batch]
+    batches: Sequence[Batch]
     masks: list[Mask]
     steps: int  # what a piece takes, in samples of the inputs
 
