@@ -288,11 +288,14 @@ class TypedRequest:
 
 def refuse_failed(findings: "Findings", without: str) -> None:
     """End with an error if a run with masks failed, once everything else was delivered."""
-    from semdiag.questions.k_sweep.changes import failure_sentences
+    from semdiag.presenting.answer import sentences_of
+    from semdiag.questions.k_sweep.changes import failure_claims
     from semdiag_files import InputError
 
-    if failures := failure_sentences(findings):
-        raise InputError(f"{' '.join(failures)} All else was measured; without these runs: {without}.")
+    if failures := failure_claims(findings):
+        raise InputError(
+            f"{' '.join(sentences_of(failures))} All else was measured; without these runs: {without}."
+        )
 
 
 def _measure_and_show(plan: Any, request: TypedRequest) -> None:

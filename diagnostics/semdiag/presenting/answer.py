@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.resources import files
@@ -24,6 +24,7 @@ from semdiag_files import visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from rich.console import Console
 
 MOST = 5  # sentences with which the terminal begins, at most
 
@@ -41,6 +42,37 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
+class Claim:
+    """A statement of an answer: page, terminal and JSON choose it by question, subject and ``id``."""
+
+    id: str  # what it is about, like ``verdict``: one among the claims of a question about a subject
+    sentence: str  # as a reader sees it
+    subject: str = ""  # the model or the pair that it is about; empty: all that were measured
+    value: float | None = None  # its main number
+    unit: str = ""  # of the number
+    interval: tuple[float, float] | None = None  # of 95%, around the number
+    verdict: str | None = None  # in a word: an :class:`Outcome` or a verdict; None: it judges nothing
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return subject and id, which no other claim of a question has."""
+        return self.subject, self.id
+
+
+def numbered_claims(id: str, sentences: Iterable[str], subject: str = "") -> list[Claim]:
+    """Make claims of sentences of one kind: ``id``, ``id-2`` and so on."""
+    return [
+        Claim(id if number == 1 else f"{id}-{number}", sentence, subject)
+        for number, sentence in enumerate(sentences, start=1)
+    ]
+
+
+def sentences_of(claims: "Iterable[Claim | NumberTable]") -> list[str]:
+    """Return the sentences of claims, without tables."""
+    return [claim.sentence for claim in claims if isinstance(claim, Claim)]
+
+
+@dataclass(frozen=True)
 class Glance:
     """An answer at a glance: its tile on the page."""
 
@@ -48,68 +80,85 @@ class Glance:
     number: str  # with its denominator, like ``3 of 3 pairs``; empty if there is none
     words: str  # what the number counts
     # whether the answer is about a claim of the paper, and so says nothing good or bad about a model
-    claim: bool = False
+    of_paper: bool = False
+    claim_id: str = ""  # of the claim in the headline that says the same; empty if none does
 
     @property
     def sentence(self) -> str:
         """Return the number and what it counts."""
         return f"{self.number} {self.words}."
 
+    @property
+    def claim(self) -> Claim:
+        """Return the claim that says the same, where the tile itself is it."""
+        return Claim(self.claim_id, self.sentence, verdict=self.answer)
+
+
+Part = str | Claim | NumberTable
+
 
 @dataclass(frozen=True, eq=False)
-class Folded:
-    """Lines and tables on the terminal that ``--all`` replaces."""
+class Collapsible:
+    """Lines and tables on the terminal, of which ``--all`` shows the expanded ones."""
 
-    short: Sequence[str | NumberTable]
-    whole: Sequence[str | NumberTable]
+    collapsed: Sequence[Part]
+    expanded: Sequence[Part]
+
+
+Shown = Part | Collapsible
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What measurements say to a question."""
+    """What measurements say to a question. No claim stands twice: details are what the headline does not say."""
 
     glance: Glance | None = None  # the verdict, as a tile of the page
-    headline: Sequence[str] = ()  # sentences of the first screen
-    details: Sequence[str | NumberTable] | None = None  # by model and pair; None: none are made
-    claims: Sequence[Finding] | None = None  # its claims with their verdicts; None: it judges none
+    headline: Sequence[Claim] = ()  # of the first screen
+    details: Sequence[Claim | NumberTable] | None = None  # by model and pair; None: none are made
+    findings: Sequence[Finding] | None = None  # the claims that it judges, with verdicts; None: it judges none
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # by file name without suffix, as CSV
     tables_alone: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # instead, on a page of its own
     results: Mapping[str, Summary] = field(default_factory=dict)  # what JSON says of each model, beside its facts
     more: Mapping[str, Any] = field(default_factory=dict)  # what else JSON says
-    shown: Sequence[str | NumberTable | Folded] = ()  # lines and tables on the terminal
-    opening: Sequence[str] | None = None  # sentences that come before these; None: headline, or else details
+    shown: Sequence[Shown] = ()  # lines and tables on the terminal
+    opening: Sequence[Claim] | None = None  # what comes before these; None: headline, or else details
 
 
 def show(answer: Answer, every: bool = False) -> None:
-    """Print the tables and lines of an answer, those about errors of semdiag in red; ``every``: unfolded."""
+    """Print the tables and lines of an answer, those about errors of semdiag in red; ``every``: expanded."""
     console = wide_console()
-    folds = [one if isinstance(one, Folded) else Folded([one], [one]) for one in answer.shown]
-    for shown in (one for fold in folds for one in (fold.whole if every else fold.short)):
-        if isinstance(shown, str):
-            style = "red" if "error of semdiag" in shown.lower() else None
-            console.print(shown, soft_wrap=not console.is_terminal, style=style)
-        else:
-            console.print(shown)
+    for part in answer.shown:
+        if not isinstance(part, Collapsible):
+            _print_part(console, part)
+            continue
+        for inner in part.expanded if every else part.collapsed:
+            _print_part(console, inner)
+
+
+def _print_part(console: "Console", part: Part) -> None:
+    if isinstance(part, NumberTable):
+        console.print(part)
+        return
+    line = part.sentence if isinstance(part, Claim) else part
+    style = "red" if "error of semdiag" in line.lower() else None
+    console.print(line, soft_wrap=not console.is_terminal, style=style)
 
 
 def opening_of(answers: Sequence[Answer]) -> list[str]:
     """Return the sentences with which the terminal begins."""
     if any(answer.opening is not None for answer in answers):
-        return [sentence for answer in answers for sentence in answer.opening or ()]
-    return first_sentences(answers, MOST)[:MOST]
-
-
-def first_sentences(answers: Sequence[Answer], otherwise: int) -> list[str]:
-    """Return the headlines of answers; where none has one, so many of their other sentences."""
-    headlines = [sentence for answer in answers for sentence in answer.headline]
-    details = [each for answer in answers for each in answer.details or () if isinstance(each, str)]
-    return headlines or details[:otherwise]
+        return [claim.sentence for answer in answers for claim in answer.opening or ()]
+    headlines = [claim for answer in answers for claim in answer.headline]
+    details = [claim for answer in answers for claim in answer.details or ()]
+    return sentences_of(headlines or details)[:MOST]
 
 
 def as_json(name: str, findings: Findings, answer: Answer) -> Summary:
     """Return the object that ``--json`` prints."""
     models = {row["model"]: row for row in findings.measurements.models.to_dict("records")}
-    results = [{fact: models[model][fact] for fact in MODEL_FACTS} | own for model, own in answer.results.items()]
+    results = [
+        {fact: models[model][fact] for fact in MODEL_FACTS} | result for model, result in answer.results.items()
+    ]
     return json_object(name, findings, **answer.more, results=results)
 
 
@@ -141,7 +190,7 @@ def measured_glance(findings: Findings, table: pd.DataFrame) -> Glance:
     return Glance(Outcome.MEASURED, f"{table['model'].nunique()} of {models}", "measured")
 
 
-def drawn_word(findings: Findings) -> str:
+def sampled_word(findings: Findings) -> str:
     """Return `` drawn`` if only some queries were measured, else nothing."""
     return " drawn" if sampled_models(findings) else ""
 
@@ -174,28 +223,41 @@ def _number_words(numbers: Mapping[str, float]) -> Iterator[str]:
         yield f"bounds are {factors(*ends)} times what was measured"
     for name, value in numbers.items():
         if name in _COUNTED:
-            yield from [_COUNTED[name].format(int(value))] if value else []
+            if value:
+                yield _COUNTED[name].format(int(value))
         elif name not in (*_COUNTS, *_GAPS):
             yield f"{name} = {number(value, infinite=UNKNOWN)}"
 
 
 def verdict_line(finding: Finding) -> str:
     """Return a claim with its verdict; for a claim about many rows, how many of how many exceed the bound."""
-    numbers, form, where = finding.numbers, finding.form, finding.where
-    claim = finding.claim + (f" [{form}]" if form else "") + ("" if where == "all" else f", {where}")
-    exceeding, vacuous, unmet = (int(numbers.get(name, 0)) for name in ("violated", "vacuous", "not_met"))
-    rows = int(numbers.get("holds", 0)) + exceeding + vacuous
-    if rows:
-        parts = [f"{exceeding:,} of {rows:,} exceed the bound"]
-        parts += [f"for {vacuous:,} the bound is too loose to test"] if vacuous else []
-        parts += [f"{unmet:,} more do not meet its assumptions"] if unmet else []
-        parts[0] += ", which contradicts the paper" * bool(exceeding and form == "paper")
-        claim = "ERROR OF SEMDIAG: " * bool(exceeding and form != "paper") + claim
-    else:  # no claim about rows, or no rows
-        parts = [_ANSWERS[finding.verdict]]
-    others = ", ".join(_number_words(numbers))
-    line = f"{claim}: {'; '.join(parts)}" + (f" ({others})" if others else "")
+    claim = finding.claim
+    if finding.form:
+        claim += f" [{finding.form}]"
+    if finding.where != "all":
+        claim += f", {finding.where}"
+    if finding.numbers.get("violated") and finding.form != "paper":
+        claim = f"ERROR OF SEMDIAG: {claim}"
+    line = f"{claim}: {_count_words(finding) or _ANSWERS[finding.verdict]}"
+    if numbers := ", ".join(_number_words(finding.numbers)):
+        line += f" ({numbers})"
     return f"{line}; {finding.note}" if finding.note else line
+
+
+def _count_words(finding: Finding) -> str:
+    """Return how many rows exceed a bound; empty for a claim that is about no rows."""
+    holding, exceeding, vacuous, unmet = (int(finding.numbers.get(name, 0)) for name in _COUNTS)
+    rows = holding + exceeding + vacuous
+    if not rows:
+        return ""
+    words = f"{exceeding:,} of {rows:,} exceed the bound"
+    if exceeding and finding.form == "paper":
+        words += ", which contradicts the paper"
+    if vacuous:
+        words += f"; for {vacuous:,} the bound is too loose to test"
+    if unmet:
+        words += f"; {unmet:,} more do not meet its assumptions"
+    return words
 
 
 FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]

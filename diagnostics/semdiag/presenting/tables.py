@@ -83,10 +83,13 @@ class NumberTable:
         caption: str = "",
         unit: object = "",
     ) -> None:
-        listed, declared = list(rows), list(columns)
+        listed = list(rows)
+        declared = list(columns)
         cells = {column: [column.cell(row) for row in listed] for column in declared}
         shown = [one for one in declared if one.drop == NEVER or any(cell != "–" for cell in cells[one])]
-        self.title, self.caption, self.columns = title, caption, [column.title.format(unit) for column in shown]
+        self.title = title
+        self.caption = caption
+        self.columns = [column.title.format(unit) for column in shown]
         self.rows = list(zip(*(cells[column] for column in shown), strict=True))
         self.names = sum(column.left for column in shown)
         places = [place for place, column in enumerate(shown) if not column.left]

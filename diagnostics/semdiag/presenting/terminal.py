@@ -97,7 +97,10 @@ class Minutes:
     def __init__(
         self, start: str, state: Callable[[], str], share: Callable[[], float | None], silent: bool
     ) -> None:
-        self._start, self._state, self._share, self._silent = start, state, share, silent
+        self._start = start
+        self._state = state
+        self._share = share
+        self._silent = silent
         self._begun = self._last_line = _clock()
         self._has_begun = False
         self._turn = threading.Lock()
@@ -129,7 +132,9 @@ class Minutes:
             self.begin()
         with self._turn:
             if not self._silent and now - self._last_line >= MINUTE:
-                self._last_line, passed, share = now, now - self._begun, self._share()
+                self._last_line = now
+                passed = now - self._begun
+                share = self._share()
                 left = f", about {minutes(passed * (1 - share) / share)} left" if share and share < 1 else ""
                 tell(f"semdiag: {self._state()}, after {minutes(passed)}{left}.")
 
@@ -143,5 +148,9 @@ class Minutes:
 
 def minutes(seconds: float) -> str:
     """Return a time in minutes, or in hours and minutes."""
-    whole = max(1, round(seconds / 60))
-    return f"{whole} min" if whole < 60 else f"{whole // 60} h {whole % 60} min"
+    rounded_minutes = max(1, round(seconds / 60))
+    return (
+        f"{rounded_minutes} min"
+        if rounded_minutes < 60
+        else f"{rounded_minutes // 60} h {rounded_minutes % 60} min"
+    )

@@ -1,7 +1,8 @@
 """What does each head do? Dispersion, entropy and weight on the first key of every head."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -50,14 +51,14 @@ def head_table(findings: Findings) -> pd.DataFrame:
 def heads_glance(findings: Findings) -> Glance:
     """Return how much of its weight a head puts on the first key: the mean, and the largest."""
     table = findings(head_table)
-    known = table.dropna(subset=["first_weight"]) if "first_weight" in table else table.iloc[:0]
-    if known.empty:
+    measured = table.dropna(subset=["first_weight"]) if "first_weight" in table else table.iloc[:0]
+    if measured.empty:
         return Glance(Outcome.MEASURED, counted(len(table), "head"), "measured")
-    most = records(known.sort_values("first_weight"))[-1]
+    most = records(measured.sort_values("first_weight"))[-1]
     layer = layer_name(most["layer"], findings(modules_by_layer, most["model"]))
     return Glance(
-        Outcome.MEASURED, f"{100 * known['first_weight'].mean():.0f}%",
-        f"of a head's weight is on the first key, mean over {counted(len(known), 'head')}; the most is "
+        Outcome.MEASURED, f"{100 * measured['first_weight'].mean():.0f}%",
+        f"of a head's weight is on the first key, mean over {counted(len(measured), 'head')}; the most is "
         f"{100 * most['first_weight']:.0f}%, head {most['head']} of layer {layer}",
     )  # fmt: skip
 
@@ -90,23 +91,31 @@ def head_cells(findings: Findings) -> HeadMap | None:
     metric = METRICS[quantity]
     top = 1.0 if metric.unit == SHARE else float(table[quantity].max()) or 1.0
     layers = sorted(int(layer) for layer in table["layer"].unique())
-    names = {layer: layer_name(layer, findings(modules_by_layer, table["model"].iloc[0])) for layer in layers}
+    modules = findings(modules_by_layer, table["model"].iloc[0])
     cells = {(row["head"], row["layer"]): row for row in records(table)}
     rows = []
     for head in sorted(int(head) for head in table["head"].unique()):
         line = []
         for layer in layers:
             row = cells.get((head, layer), {})
-            value = row.get(quantity, math.nan)
-            numbers = {METRICS[name]: row.get(name, math.nan) for name in _MAPPED}
-            texts = [f"{each.label} {each.text(x)}" for each, x in numbers.items() if not math.isnan(x)]
-            words = f"Layer {names[layer]}, head {head}: {', '.join(texts) or 'not measured'}"
-            line.append((layer, None if math.isnan(value) else value / top, words))
+            words = f"Layer {layer_name(layer, modules)}, head {head}: {_cell_words(row)}"
+            line.append((layer, _share(row.get(quantity, math.nan), top), words))
         rows.append((head, line))
     title = f"{metric.label.capitalize()} of each head"
     if metric.unit == SHARE:
         title = f"Share of each head's {metric.label}"
     return HeadMap(title, "0", metric.text(top), layers, rows)
+
+
+def _share(value: float, top: float) -> float | None:
+    return None if math.isnan(value) else value / top
+
+
+def _cell_words(row: Mapping[str, Any]) -> str:
+    """Return what was measured of a head in words."""
+    values = {METRICS[name]: row.get(name, math.nan) for name in _MAPPED}
+    texts = [f"{metric.label} {metric.text(value)}" for metric, value in values.items() if not math.isnan(value)]
+    return ", ".join(texts) or "not measured"
 
 
 def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:
@@ -131,7 +140,7 @@ def first_k(findings: Findings) -> int | None:
 _FAR = 10  # ratio of the largest to the smallest δ above which colours are logarithmic
 _TALL = 60  # with more heads of all models together, their rows get lower
 _WRITTEN = 8  # with more layers, numbers in the cells would be illegible
-_FOUND = {
+_TITLES = {
     "dispersion": "dispersion δ: {low} to {high} nats, the most in layer {most}",
     "entropy": "entropy of the weights: {low} to {high} nats, the least in layer {least}",
     "first_weight": "weight on the first key: at least half in {half:,} of {heads:,} heads",
@@ -153,43 +162,21 @@ def heads_map(findings: Findings) -> Figure:
     if not table["dispersion"].notna().any():
         raise NothingToDrawError("No query has a dispersion.")
     k = first_k(findings)
-    older = "largest_weight" if "first_weight" in table else "first_weight"
-    shown = [name for name in _FOUND if name != older and name in table and table[name].notna().any()]
-    labels = short_labels(findings.measurements.models)
-    models = [model for model in labels if model in set(table["model"])]
-    heads = [sorted(table.loc[table["model"] == model, "head"].unique()) for model in models]
-    layers = sorted(table["layer"].unique())
-    above = int(len(models) > 1 and page_width() < 5)  # on a telephone a model's name stands above its rows
-    short = {model: labels[model].partition(" (")[0] for model in models}
-    if above and len(set(short.values())) == len(models):
-        labels = short  # k is in the tables
-    rows = [head for numbers in heads for head in numbers]
+    unused = "largest_weight" if "first_weight" in table else "first_weight"
+    quantities = [name for name in _TITLES if name != unused and name in table and table[name].notna().any()]
+    rows = _rows_of_heads(findings, table)
+    count = sum(len(heads) + rows.above for heads in rows.heads.values())
     figure, axes = panel_grid(
-        len(shown),
-        height=0.6 + 0.22 * min(max(len(rows) + above * len(models), 4), _TALL),
-        sharey=False,
-        columns=2,
+        len(quantities), height=0.6 + 0.22 * min(max(count, 4), _TALL), sharey=False, columns=2
     )
-    edges = np.cumsum([0, *(len(numbers) + above for numbers in heads)])
-    for place, (ax, name) in enumerate(zip(axes, shown, strict=True)):
-        _draw(ax, _cells(table, name, models, heads, layers, above), name)
+    layers = sorted(table["layer"].unique())
+    for place, (ax, name) in enumerate(zip(axes, quantities, strict=True)):
+        _draw(ax, _cells(table, name, rows, layers), name)
         ax.set_title(_finding(table.dropna(subset=[name]), name, k))
         ax.set_xlabel("layer")
         name_cells(ax.xaxis, layers)
-        for edge in edges[1:-1]:
-            ax.axhline(edge - 0.5, color="white", linewidth=2)
-        if len(models) == 1:
-            ax.set_ylabel("head")
-            name_cells(ax.yaxis, rows)
-            continue
-        ax.set_yticks([])
-        if above:
-            for edge, model in zip(edges, models, strict=False):
-                ax.axhspan(edge - 0.5, edge + 0.5, color="white", linewidth=0)
-                ax.text(-0.5, edge, labels[model], fontsize=9, va="center", in_layout=False)
-        elif place % 2 == 0:
-            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, [labels[model] for model in models], fontsize=9)
-    means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""
+        _name_rows(ax, rows, in_first_column=place % 2 == 0)
+    means = "; of entropy and the first key's weight the mean" if "first_weight" in quantities else ""
     note_below(
         figure,
         f"A cell is a head of a layer: the median over its queries{means}. Hatched: not measured or undefined.",
@@ -197,22 +184,61 @@ def heads_map(findings: Findings) -> Figure:
     return figure
 
 
-def _finding(known: pd.DataFrame, name: str, k: int | None) -> str:
-    values, layers = known[name], known["layer"]
+class _Rows(NamedTuple):
+    """The rows of a map of heads, the models one below the other."""
+
+    heads: dict[str, list[int]]  # by model
+    labels: dict[str, str]  # of the models
+    above: int  # rows above each model's heads, for its name
+
+
+def _rows_of_heads(findings: Findings, table: pd.DataFrame) -> _Rows:
+    labels = short_labels(findings.measurements.models)
+    measured = set(table["model"])
+    heads = {
+        model: sorted(table.loc[table["model"] == model, "head"].unique()) for model in labels if model in measured
+    }
+    narrow = len(heads) > 1 and page_width() < 5  # on a telephone a model's name stands above its rows
+    short = {model: labels[model].partition(" (")[0] for model in heads}
+    if narrow and len(set(short.values())) == len(heads):
+        labels = short  # k is in the tables
+    return _Rows(heads, labels, int(narrow))
+
+
+def _name_rows(ax: Axes, rows: _Rows, in_first_column: bool) -> None:
+    """Name the heads of one model, or several models beside their rows or above them."""
+    edges = np.cumsum([0, *(len(heads) + rows.above for heads in rows.heads.values())])
+    for edge in edges[1:-1]:
+        ax.axhline(edge - 0.5, color="white", linewidth=2)
+    if len(rows.heads) == 1:
+        ax.set_ylabel("head")
+        name_cells(ax.yaxis, [head for heads in rows.heads.values() for head in heads])
+        return
+    ax.set_yticks([])
+    if rows.above:
+        for edge, model in zip(edges, rows.heads, strict=False):
+            ax.axhspan(edge - 0.5, edge + 0.5, color="white", linewidth=0)
+            ax.text(-0.5, edge, rows.labels[model], fontsize=9, va="center", in_layout=False)
+    elif in_first_column:
+        names = [rows.labels[model] for model in rows.heads]
+        ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=9)
+
+
+def _finding(measured: pd.DataFrame, name: str, k: int | None) -> str:
+    values = measured[name]
+    layers = measured["layer"]
     low, high = (number(end, 2) for end in (values.min(), values.max()))
     ends = {"low": low, "high": high, "most": layers.iloc[values.argmax()], "least": layers.iloc[values.argmin()]}
-    return _FOUND[name].format(k=k, half=(values >= 0.5).sum(), heads=len(values), **ends)
+    return _TITLES[name].format(k=k, half=(values >= 0.5).sum(), heads=len(values), **ends)
 
 
-def _cells(
-    table: pd.DataFrame, name: str, models: list[str], heads: list[list[int]], layers: list[int], above: int
-) -> np.ndarray:
+def _cells(table: pd.DataFrame, name: str, rows: _Rows, layers: list[int]) -> np.ndarray:
     """Return (heads of all models, layers), the models one below the other, with empty rows above each."""
     parts = []
-    for model, numbers in zip(models, heads, strict=True):
+    for model, heads in rows.heads.items():
         by_place = table[table["model"] == model].pivot(index="head", columns="layer", values=name)
-        parts.append(np.full((above, len(layers)), np.nan))
-        parts.append(by_place.reindex(index=numbers, columns=layers).to_numpy(float))
+        parts.append(np.full((rows.above, len(layers)), np.nan))
+        parts.append(by_place.reindex(index=heads, columns=layers).to_numpy(float))
     return np.concatenate(parts)
 
 

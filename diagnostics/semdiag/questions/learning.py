@@ -1,7 +1,6 @@
 """Did the sparse model learn faster? Epochs until the training data are learned."""
 
 import math
-import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE
 from semdiag.measuring.training_runs import TARGET, epochs_to
 from semdiag.measuring.words import count_of, counted
-from semdiag.presenting.answer import Answer, Glance, Outcome, heading, top_words
+from semdiag.presenting.answer import Answer, Claim, Glance, Outcome, heading, numbered_claims, top_words
 from semdiag.presenting.drawing.panels import POINTS, NothingToDrawError, Panel, Series, model_labels, panels_of
 from semdiag.presenting.drawing.style import FAINT, decades, drawing, finished, panel_grid, panel_inches
 
@@ -25,32 +24,44 @@ LEAST_SEEDS = 3  # of a task: fewer show no difference between attentions
 
 def learning_glance(findings: Findings) -> Glance:
     """Return in how many pairs the top-k model learned its training data first; a tie counts for neither."""
-    measurements = findings.measurements
-    models = measurements.models
-    pairs = find_pairs(models[models["snapshot"] == "last"])[0]
-    arrived = {
-        str(model): epochs_to(rows.sort_values("epoch")) or np.inf
-        for model, rows in measurements.history.groupby("model")
+    models = findings.measurements.models
+    arrivals = {
+        str(model): epochs_to(rows.sort_values("epoch")) or math.inf
+        for model, rows in findings.measurements.history.groupby("model")
     }
-    known = [pair for pair in pairs if {pair.full, pair.other} <= arrived.keys()]
-    judged = [p for p in known if np.isfinite(min(arrived[p.full], arrived[p.other]))]
-    if not judged:
+    pairs = [
+        pair
+        for pair in find_pairs(models[models["snapshot"] == "last"])[0]
+        if {pair.full, pair.other} <= arrivals.keys() and min(arrivals[pair.full], arrivals[pair.other]) < math.inf
+    ]
+    if not pairs:
         words = "of a full and a top-k model in which at least one learned its training data"
-        return Glance(Outcome.OPEN, "0 pairs", words, claim=True)
-    first, tied = (
-        sum(compare(arrived[p.other], arrived[p.full]) for p in judged) for compare in (operator.lt, operator.eq)
-    )
-    behind = len(judged) - first - tied
-    compared = models[models["model"].isin([pair.other for pair in judged])]
+        return Glance(Outcome.OPEN, "0 pairs", words, of_paper=True)
+    first = sum(arrivals[pair.other] < arrivals[pair.full] for pair in pairs)
+    tied = sum(arrivals[pair.other] == arrivals[pair.full] for pair in pairs)
+    behind = len(pairs) - first - tied
+    compared = models[models["model"].isin([pair.other for pair in pairs])]
     seeds = {str(task): int(count) for task, count in compared.groupby("task")["seed"].nunique().items()}
-    few = max(seeds.values()) < LEAST_SEEDS
-    outcome = Outcome.OPEN if few else Outcome.DOES_NOT if behind else Outcome.OPEN if tied else Outcome.HOLDS
+    too_few = max(seeds.values()) < LEAST_SEEDS
     words = f"in which the {top_words(findings)} model reached 95% training accuracy in fewer epochs"
-    words += f"; in {behind:,} full attention did" if behind else ""
-    words += f"; in {tied:,} both needed the same number" if tied else ""
-    counts = ", ".join(f"{counted(count, 'seed')} of {task}" for task, count in sorted(seeds.items()))
-    words += f"; {counts}" + (f": at least {LEAST_SEEDS} of one task would tell" if few else "")
-    return Glance(outcome, count_of(first, len(judged), "pair"), words, claim=True)
+    if behind:
+        words += f"; in {behind:,} full attention did"
+    if tied:
+        words += f"; in {tied:,} both needed the same number"
+    counts = [f"{counted(count, 'seed')} of {task}" for task, count in sorted(seeds.items())]
+    words += f"; {', '.join(counts)}"
+    if too_few:
+        words += f": at least {LEAST_SEEDS} of one task would tell"
+    return Glance(_order(behind, tied, too_few), count_of(first, len(pairs), "pair"), words, of_paper=True)
+
+
+def _order(behind: int, tied: int, too_few: bool) -> Outcome:
+    """Judge pairs of which so many top-k models were behind, or level."""
+    if too_few:
+        return Outcome.OPEN
+    if behind:
+        return Outcome.DOES_NOT
+    return Outcome.OPEN if tied else Outcome.HOLDS
 
 
 @dataclass(frozen=True)
@@ -79,13 +90,15 @@ def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
     if once.empty:
         return []
     targets = {row["model"]: target_of(measurements, row["task"]) for row in records(once)}
-    return [
-        (
-            panel,
-            [Run(s, (h := histories[s.model]), (t := targets[s.model]), epochs_to(h, t)) for s in panel.series],
-        )
-        for panel in panels_of(once, RUN)
-    ]
+    groups = []
+    for panel in panels_of(once, RUN):
+        runs = []
+        for series in panel.series:
+            history = histories[series.model]
+            target = targets[series.model]
+            runs.append(Run(series, history, target, epochs_to(history, target)))
+        groups.append((panel, runs))
+    return groups
 
 
 def target_of(measurements: Measurements, task: str) -> float:
@@ -94,7 +107,7 @@ def target_of(measurements: Measurements, task: str) -> float:
     return float(measurements.provenance.get("targets", {}).get(task, general))
 
 
-def learning_in_short(findings: Findings) -> list[str]:
+def learning_claims(findings: Findings) -> list[Claim]:
     """Return epochs to 95% training accuracy, by panel."""
     sentences = []
     for panel, runs in training_runs(findings):
@@ -105,16 +118,17 @@ def learning_in_short(findings: Findings) -> list[str]:
             for run in runs
         ]
         sentences.append(f"{panel.title}, 95% training accuracy: {', '.join(parts)}.")
-    sentences = sentences or ["Nothing is known of the training: no model has a training history."]
-    return [*sentences, *reach_sentences(findings)]
+    if not sentences:
+        sentences = ["Nothing is known of the training: no model has a training history."]
+    return [*numbered_claims("epochs", sentences), *reach_claims(findings)]
 
 
 def answer(findings: Findings) -> Answer:
     """Return how many epochs each run took, and which attention was first."""
-    return Answer(learning_glance(findings), learning_in_short(findings))
+    return Answer(learning_glance(findings), learning_claims(findings))
 
 
-def reach_sentences(findings: Findings) -> list[str]:
+def reach_claims(findings: Findings) -> list[Claim]:
     """Name the models whose masks cannot represent their tasks, and say what follows."""
     remarks = findings.measurements.remarks
     models = [*dict.fromkeys(remarks.loc[remarks["code"] == OUT_OF_REACH_CODE, "model"])]
@@ -122,10 +136,11 @@ def reach_sentences(findings: Findings) -> list[str]:
         return []
     labels = model_labels(findings.measurements.models)
     names = "; ".join(labels[model] for model in models)
-    return [
+    sentence = (
         f"Out of reach for {len(models)} of {counted(len(labels), 'model')} ({names}): {OUT_OF_REACH}. "
         "That they do not learn it says nothing about their speed; a global token removes this."
-    ]
+    )
+    return [Claim("out-of-reach", sentence, value=len(models), unit="models")]
 
 
 _NUMBER = 0.3  # inches that the number of an epoch takes
@@ -179,7 +194,8 @@ def _draw_curve(ax: Axes, run: Run, column: str) -> None:
     if column not in run.history:
         return
     chosen = np.unique(np.linspace(0, len(run.history) - 1, min(POINTS, len(run.history))).round().astype(int))
-    rows, style = run.history.iloc[chosen], run.series.style
+    rows = run.history.iloc[chosen]
+    style = run.series.style
     ax.plot(
         [], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4, label=run.series.label
     )
@@ -193,7 +209,8 @@ def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
     target = runs[0].target
     ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)))
     room = _NUMBER * (ax.get_xlim()[1] - ax.get_xlim()[0]) / panel_inches(ax)
-    last, line = -math.inf, 0
+    last = -math.inf
+    line = 0
     for epoch, style in sorted(((r.arrival, r.series.style) for r in runs if r.arrival), key=lambda one: one[0]):
         line = line + 1 if epoch - last < room else 0  # below the number before, where they would overlap
         last = epoch

@@ -7,7 +7,7 @@ from semdiag.measuring.findings.estimates import SAMPLED, sampled_models, sampli
 from semdiag.measuring.findings.findings import Findings, Summary, modules_by_layer
 from semdiag.measuring.metrics import METRICS
 from semdiag.measuring.words import layer_name, number, number_from_json, percent, plain
-from semdiag.presenting.answer import Folded, title
+from semdiag.presenting.answer import Collapsible, Part, Shown, title
 from semdiag.presenting.tables import NEVER, Column, NumberTable, not_shown
 
 _PERCENTILES = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
@@ -20,30 +20,33 @@ _MOST_HEADS = 24  # of more, only the extreme ones are shown
 _EXTREME = 5  # heads at each end
 
 
-def percentile_tables(
-    findings: Findings, metric: str, results: Mapping[str, Summary]
-) -> list[str | NumberTable | Folded]:
+def percentile_tables(findings: Findings, metric: str, results: Mapping[str, Summary]) -> list[Shown]:
     """Return the tables of each model's heads; of many heads those with extreme medians, unless all are wanted."""
-    shown: list[str | NumberTable | Folded] = []
+    shown: list[Shown] = []
     for model, result in results.items():
         name = title(findings, model)
-        if (
-            metric == "separation"
-            and not result.get("within_model")
-            and result["all"]["separation"]["p50"] is None
-        ):
+        if metric == "separation" and _drops_nothing(result):
             shown.append(f"{name}: {_NOTHING_DROPPED}")
             continue
-        sampled = f", {SAMPLED}" if model in sampled_models(findings) else ""
-        modules = findings(modules_by_layer, model)
         for quantity in ("separation", "load") if metric == "separation" else ("dispersion",):
-            heading = f"{name}: {METRICS[quantity].label} ({METRICS[quantity].unit}){sampled}"
-            rows = _rows(result, quantity, modules)
-            short = [row for row in rows if row["short"]]
-            hidden = len(rows) - len(short)
-            more = [extremes(result, quantity, modules), not_shown(hidden)] if hidden else []
-            shown.append(Folded([heading, _table(short), *more], [heading, _table(rows)]))
-    return shown + sampling_sentences(findings, (metric,))
+            heading = f"{name}: {METRICS[quantity].label} ({METRICS[quantity].unit})"
+            if model in sampled_models(findings):
+                heading += f", {SAMPLED}"
+            shown.append(_head_tables(heading, result, quantity, findings(modules_by_layer, model)))
+    return [*shown, *sampling_sentences(findings, (metric,))]
+
+
+def _drops_nothing(result: Summary) -> bool:
+    return not result.get("within_model") and result["all"]["separation"]["p50"] is None
+
+
+def _head_tables(heading: str, result: Summary, quantity: str, modules: Sequence[str]) -> Collapsible:
+    rows = _rows(result, quantity, modules)
+    short = [row for row in rows if row["short"]]
+    collapsed: list[Part] = [heading, _table(short)]
+    if len(short) < len(rows):
+        collapsed += [extremes(result, quantity, modules), not_shown(len(rows) - len(short))]
+    return Collapsible(collapsed, [heading, _table(rows)])
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> NumberTable:
@@ -59,10 +62,14 @@ def _rows(result: Summary, quantity: str, modules: Sequence[str]) -> list[dict[s
     """Return a row for each head and one for all; of many heads only those with extreme medians are ``short``."""
     rows = []
     for one in (result, *result.get("within_model", [])):
-        heads, known = one["layers"], _by_median(one["layers"], quantity)
-        ends = [*known[:_EXTREME], *known[-_EXTREME:]] if len(heads) > _MOST_HEADS else heads
+        heads = one["layers"]
+        ends = heads
+        if len(heads) > _MOST_HEADS:
+            ranked = _by_median(heads, quantity)
+            ends = [*ranked[:_EXTREME], *ranked[-_EXTREME:]]
         for row in [*heads, {"layer": "all", "head": "", **one["all"]}]:
-            pooled, numbers = row["layer"] == "all", row.get(quantity, row)
+            pooled = row["layer"] == "all"
+            numbers = row.get(quantity, row)
             layer = "all" if pooled else layer_name(row["layer"], modules)
             suffix = "" if one is result else f" k={one['k']}"
             short = pooled or any(row is end for end in ends)
@@ -78,19 +85,19 @@ def _median(row: dict[str, Any], quantity: str) -> float:
 
 
 def _by_median(heads: list[dict[str, Any]], quantity: str) -> list[dict[str, Any]]:
-    known = [row for row in heads if row.get(quantity, row)["p50"] is not None]
-    return sorted(known, key=lambda row: _median(row, quantity))
+    finite = [row for row in heads if row.get(quantity, row)["p50"] is not None]
+    return sorted(finite, key=lambda row: _median(row, quantity))
 
 
 def extremes(result: Summary, quantity: str, modules: Sequence[str]) -> str:
     """Return a sentence on the heads with the largest and the smallest median of a quantity."""
-    known = _by_median(result["layers"], quantity)
-    if not known:
+    ranked = _by_median(result["layers"], quantity)
+    if not ranked:
         return "No head has a finite median."
-    if len({_median(row, quantity) for row in known}) == 1:
-        return f"The median is {_median(known[0], quantity):.3g} in every head."
-    ends = [
+    if len({_median(row, quantity) for row in ranked}) == 1:
+        return f"The median is {_median(ranked[0], quantity):.3g} in every head."
+    least, most = (
         f"head {row['head']} of layer {layer_name(row['layer'], modules)} ({_median(row, quantity):.3g})"
-        for row in (known[-1], known[0])
-    ]
-    return f"The median is largest in {ends[0]} and smallest in {ends[1]}."
+        for row in (ranked[0], ranked[-1])
+    )
+    return f"The median is largest in {most} and smallest in {least}."

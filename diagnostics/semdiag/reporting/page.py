@@ -3,73 +3,105 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
+import pandas as pd
 from markupsafe import Markup, escape
 
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES, external
-from semdiag.measuring.findings.findings import Completeness, Findings, completeness, modules_by_layer, records
-from semdiag.measuring.words import count, layer_name, number, percent, plain, text
-from semdiag.presenting.answer import Answer, Heading, page_environment, page_style
-from semdiag.presenting.tables import Column
+from semdiag.measuring.findings.findings import (
+    Completeness,
+    Findings,
+    completeness,
+    modules_by_layer,
+    records,
+    unlearned_sentences,
+)
+from semdiag.measuring.words import count, counted, layer_name, number, percent, plain, text
+from semdiag.presenting.answer import Answer, Claim, Heading, numbered_claims, page_environment, page_style
+from semdiag.presenting.question import Place
+from semdiag.presenting.tables import Column, NumberTable
 from semdiag.questions.heads import head_cells, outlying_heads
 from semdiag.questions.registry import QUESTIONS
 
 
-def capture_sentences(findings: Findings) -> list[str]:
-    """Return how much of the attention was captured, and whether each capture is complete."""
+def captured_sentence(findings: Findings) -> str:
+    """Return how much of the attention was captured, and the largest residual."""
     measurements = findings.measurements
     models = measurements.models
-    layers, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
     diverged = models["model"].isin(measurements.non_finite["model"])
-    worst = models.loc[~diverged, "residual"].max(skipna=False)
-    sentences = [
-        f"Captured: {captured} of {layers} attention modules; "
-        + (
+    modules = int(models["attention_found"].sum())
+    words = f"Captured: {int(models['attention_captured'].sum())} of {modules} attention modules; "
+    if diverged.all():
+        return words + (
             "the residual (how far attention recomputed from the capture deviates) is unknown, because scores are "
             "not numbers."
-            if diverged.all()
-            else "the largest residual (how far attention recomputed from the capture deviates from what the "
-            f"model computed) is {number(worst, 1, unknown='undefined')}."
         )
-    ]
-    for row in records(models.assign(diverged=diverged)):
-        skipped = measurements.skipped[measurements.skipped["model"] == row["model"]]
-        reasons = [f"{s['module'] or 'the model'}: {s['reason']}" for s in skipped.to_dict("records")]
-        if row["attention_captured"] < row["attention_found"] or reasons:
-            listed = "; ".join(reasons[:3]) + ("; …" if len(reasons) > 3 else "")
-            sentences.append(
-                f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip()
-            )
-        answer, residual = completeness(row), number(row["residual"], 1, unknown="undefined")
-        if answer is Completeness.BLIND and not row["diverged"]:
-            sentences.append(
-                f"Outputs of {row['model']} may be off by rounding, which is so coarse at this precision "
-                f"(residual {residual}) that nothing tells whether all attention was captured; float32 would."
-            )
-        elif not row["diverged"] and answer is not Completeness.COMPLETE:
-            times = row["residual_over_rounding"]
-            more = "" if math.isnan(times) else f", {times:.2g} times what rounding can do"
-            sentences.append(
-                f"Warning: the residual of {row['model']} is {residual}{more}. Part of its attention was not "
-                "captured, so its numbers may mean nothing; the last section says in which layer."
-            )
+    worst = models.loc[~diverged, "residual"].max(skipna=False)
+    return words + (
+        "the largest residual (how far attention recomputed from the capture deviates from what the model "
+        f"computed) is {_one_digit(worst)}."
+    )
+
+
+_one_digit = partial(number, digits=1, unknown="undefined")
+
+
+def incomplete_sentences(findings: Findings) -> list[str]:
+    """Return warnings about models of which attention was missed, or may have been."""
+    measurements = findings.measurements
+    diverged = set(measurements.non_finite["model"])
+    sentences = []
+    for row in records(measurements.models):
+        sentences += _skipped_sentences(measurements.skipped, row)
+        if row["model"] not in diverged:
+            sentences += _residual_sentences(row)
     return sentences
+
+
+def _skipped_sentences(skipped: pd.DataFrame, row: Mapping[str, Any]) -> list[str]:
+    of_model = records(skipped[skipped["model"] == row["model"]])
+    reasons = [f"{entry['module'] or 'the model'}: {entry['reason']}" for entry in of_model]
+    if not reasons and row["attention_captured"] >= row["attention_found"]:
+        return []
+    listed = "; ".join(reasons[:3])
+    if len(reasons) > 3:
+        listed += "; …"
+    return [f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip()]
+
+
+def _residual_sentences(row: Mapping[str, Any]) -> list[str]:
+    answer = completeness(row)
+    residual = _one_digit(row["residual"])
+    if answer is Completeness.COMPLETE:
+        return []
+    if answer is Completeness.BLIND:
+        return [
+            f"Outputs of {row['model']} may be off by rounding, which is so coarse at this precision "
+            f"(residual {residual}) that nothing tells whether all attention was captured; float32 would."
+        ]
+    if not math.isnan(row["residual_over_rounding"]):
+        residual += f", {row['residual_over_rounding']:.2g} times what rounding can do"
+    return [
+        f"Warning: the residual of {row['model']} is {residual}. Part of its attention was not "
+        "captured, so its numbers may mean nothing; the last section says in which layer."
+    ]
 
 
 def diverged_sentences(findings: Findings) -> list[str]:
     """Return a warning for each model that has scores which are NaN or infinite."""
     sentences = []
-    bad, models = findings.measurements.non_finite, findings.measurements.models
-    others = set(models.loc[external(models), "model"])
-    for model, rows in bad.groupby("model", sort=False):
+    models = findings.measurements.models
+    foreign = set(models.loc[external(models), "model"])
+    for model, rows in findings.measurements.non_finite.groupby("model", sort=False):
         first = rows.sort_values(["layer", "head"]).iloc[0]
         layer = layer_name(int(first["layer"]), findings(modules_by_layer, str(model)))
         advice = (
             "Look for NaN or infinite numbers in its weights and inputs"
-            if model in others
+            if model in foreign
             else "If it was trained so, train it again with a smaller --learning-rate or --gradient-clip"
         )
         sentences.append(
@@ -97,8 +129,10 @@ def short_text_sentences(findings: Findings) -> list[str]:
 
 
 _PERCENTILES = tuple(Column(f"dispersion.all.{p}", f"δ {p}") for p in ("p50", "p75", "p90", "p95", "p100"))
-_MODEL, _ATTENTION = Column("model", form=text), Column("attention_label", "attention", text)
-_SEED, _RESIDUAL = Column("seed", form=plain), Column("residual")
+_MODEL = Column("model", form=text)
+_ATTENTION = Column("attention_label", "attention", text)
+_SEED = Column("seed", form=plain)
+_RESIDUAL = Column("residual")
 ENCODERS = (
     Column("task model", "task", lambda *names: next(filter(None, names)), left=True), _ATTENTION, _SEED,
     Column("snapshot", form=text),
@@ -124,6 +158,38 @@ LAYERS = (
 )  # fmt: skip
 
 
+BEFORE_ALL = ("weights-not-loaded", "not-learned")  # cautions that come before any answer
+
+
+def caution_claims(findings: Findings) -> list[Claim]:
+    """Return what a reader must know before believing any number of a report."""
+    return [
+        *numbered_claims("weights-not-loaded", weights_sentences(findings)),
+        *numbered_claims("not-learned", unlearned_sentences(findings)),
+        *numbered_claims("incomplete", incomplete_sentences(findings)),
+        *numbered_claims("diverged", diverged_sentences(findings)),
+        *numbered_claims("short-texts", short_text_sentences(findings)),
+    ]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The claims of a report that belong to no section, and the one that leads its page."""
+
+    lead: Claim
+    question: str  # of the lead; empty: it is one of the others here
+    cautions: Sequence[Claim] = ()
+    remarks: Sequence[Claim] = ()  # on what was measured
+
+    def without_lead(self, claims: Sequence[Claim]) -> list[str]:
+        """Return the sentences of cautions or remarks but the lead's."""
+        return [claim.sentence for claim in claims if not self.leads("", claim)]
+
+    def leads(self, question: str, claim: Claim) -> bool:
+        """Return whether the claim of a question is the lead, which a page says once, at its top."""
+        return self.question == question and self.lead.key == claim.key
+
+
 @dataclass(frozen=True)
 class Picture:
     """A figure on the page: files by format, size in CSS pixels, or why it is missing."""
@@ -142,36 +208,85 @@ class Picture:
 _PART = re.compile(r'<g id="(?:\w+?)-([\w-]+?)--(\w+?)(-\d+)?">')
 
 
-def inline_picture(svg: str, said: Mapping[str, str]) -> Markup:
+def inline_picture(svg: str, tooltips: Mapping[str, str]) -> Markup:
     """Return an SVG for a page: its lines named by kind, values as tooltips, and no identifiers of its own."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], count=1, flags=re.S)
 
-    def part(found: re.Match[str]) -> str:
-        words = said.get(found[0][7:-2])
+    def group(match: re.Match[str]) -> str:
+        words = tooltips.get(match[0][7:-2])
         title = f"<title>{escape(words)}</title>" if words else ""
-        return f'<g class="{found[2]}" data-kind="{found[1]}">{title}'
+        return f'<g class="{match[2]}" data-kind="{match[1]}">{title}'
 
-    svg = _PART.sub(part, svg)
+    svg = _PART.sub(group, svg)
     used = set(re.findall(r"#([\w-]+)", svg))
-    return Markup(re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", svg))
+    return Markup(re.sub(r' id="([\w-]+)"', lambda match: match[0] if match[1] in used else "", svg))
 
 
-def unsaid(sentences: Sequence[str], said: Sequence[str]) -> list[str]:
-    """Return sentences without what was said already."""
-    left = []
-    for sentence in sentences:
-        for other in said:
-            place = sentence.find(other[1:])
-            if place > 0:
-                sentence = sentence[: place - 1] + sentence[place + len(other) :].lstrip()
-        left.append(sentence.strip())
-    return [sentence for sentence in left if sentence and not sentence.endswith(":")]
+@dataclass(frozen=True)
+class Section:
+    """A heading of a question with its figures, and what stands under it."""
+
+    name: str  # of the question
+    heading: Heading
+    place: Place
+    leads: bool = False  # whether the lead of the page is its claim
+    answer: str = ""  # its tile in a sentence; empty where the lead says the same
+    headline: Sequence[str] = ()
+    more: Sequence[str] = ()
+    tables: Sequence[NumberTable] = ()
+
+
+def _sections(
+    parts: Sequence[tuple[str, Sequence[Heading]]], answers: Mapping[str, Answer], overview: Overview
+) -> list[Section]:
+    """Return the sections of all questions; few of them all stand on the first screen."""
+    sections = []
+    for name, headings in parts:
+        question = QUESTIONS[name]
+        for heading in headings:
+            if heading is _answered_heading(headings, question.tile_anchor):
+                sections.append(_answering_section(name, heading, answers[name], overview))
+            else:
+                sections.append(Section(name, heading, question.place))
+    if len(parts) < 3 or not any(section.place == "screen" for section in sections):
+        return [replace(section, place="screen") for section in sections]
+    return sections
+
+
+def _answered_heading(headings: Sequence[Heading], anchor: str) -> Heading | None:
+    """Return the heading under which the answer stands: that of an anchor, else the first."""
+    anchored = [heading for heading in headings if heading.anchor == anchor]
+    return next(iter([*anchored, *headings]), None)
+
+
+def _answering_section(name: str, heading: Heading, answer: Answer, overview: Overview) -> Section:
+    """Return the section with a question's answer: under its tile, or what else there is where its claim leads."""
+    leads = overview.question == name
+    glance = None if leads else answer.glance
+    headline = [claim for claim in answer.headline if not overview.leads(name, claim)]
+    tile = ""
+    if glance is not None:
+        tile = " ".join(filter(None, (glance.number, glance.words)))
+        tile = f"{tile[:1].upper()}{tile[1:]}."
+        headline = [claim for claim in headline if claim.id != glance.claim_id]
+    details = answer.details or ()
+    return Section(
+        name,
+        heading,
+        QUESTIONS[name].place,
+        leads,
+        answer=tile,
+        headline=[claim.sentence for claim in headline],
+        more=[each.sentence for each in details if isinstance(each, Claim) and not overview.leads(name, each)],
+        tables=[each for each in details if not isinstance(each, Claim)],
+    )
 
 
 def render_page(
     findings: Findings,
     content: dict[str, Any],
     answers: Mapping[str, Answer],
+    overview: Overview,
     parts: Sequence[tuple[str, Sequence[Heading]]],
     pictures: dict[str, Picture],
     keep_queries: bool,
@@ -179,39 +294,9 @@ def render_page(
     look: str | None,
 ) -> str:
     """Fill the template; every value is escaped, and control characters are made visible."""
-    rows, non_finite = content["results"], findings.measurements.non_finite
-    lead, glances = content["verdict"][0], content["glances"]
-    modules = findings(modules_by_layer, rows[0]["model"])
-    sections = []
-    for name, headings in parts:
-        number = glances[name]["number"] if name in glances and len(rows) == 1 else ""  # it stands in the heading
-        tile = f"{glances[name]['number']} {glances[name]['words']}." if name in glances else ""  # likewise
-        own = [s for s in answers[name].headline if s == lead or not (s == tile or (number and number in s))]
-        above = unsaid(own, [lead])
-        more = unsaid(content["details"].get(name, []), [lead, *above])
-        tables = [each for each in answers[name].details or () if not isinstance(each, str)]
-        for heading in headings:
-            glanced = [each for each in headings if each.anchor == QUESTIONS[name].tile_anchor]
-            first = heading is (glanced or headings)[0]
-            glance = glances.get(name) if first else None
-            repeated = glance and glance["words"] in " ".join([lead, *above])
-            answer = glance and not repeated and " ".join(filter(None, (glance["number"], glance["words"])))
-            sections.append(
-                {
-                    "name": name, "heading": heading, "answer": answer and answer[:1].upper() + answer[1:] + ".",
-                    "headline": above if first else [], "more": more if first else [],
-                    "tables": tables if first else (), "place": QUESTIONS[name].place,
-                }
-            )  # fmt: skip
-    said = {*content["cautions"], *(sentence for answer in answers.values() for sentence in answer.headline)}
-    rest = [sentence for sentence in content["verdict"][1:] if sentence not in said]
-    if len(parts) < 3 or not any(section["place"] == "screen" for section in sections):
-        sections = [{**section, "place": "screen"} for section in sections]
-    others = [row["source"] in EXTERNAL_SOURCES for row in rows]
-    named = {
-        f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
-        for row, other in zip(rows, others, strict=True)
-    }
+    rows = content["results"]
+    all_external = all(row["source"] in EXTERNAL_SOURCES for row in rows)
+    provenance = {name: value for name, value in content["provenance"].items() if name != "command"}
     source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     return (
         page_environment()
@@ -219,60 +304,78 @@ def render_page(
         .render(
             page_style=Markup(page_style()),
             report=content,
-            parts=sections,
+            parts=_sections(parts, answers, overview),
             pictures=pictures,
             missing={name for name, picture in pictures.items() if picture.missing},
-            models=", ".join(sorted(named)),
+            models=_attention_names(rows),
             title=str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models",
             about=_about(content),
-            made_with=_settings(
-                {name: value for name, value in content["provenance"].items() if name != "command"}
-            ),
-            lead=lead,
-            rest=rest,
-            external=all(others),
+            made_with=_settings(provenance),
+            lead=overview.lead.sentence,
+            cautions=overview.without_lead(overview.cautions),
+            rest=overview.without_lead(overview.remarks),
+            external=all_external,
             head_map=findings(head_cells) if "heads" in answers else None,
             look=look,
             tables={
                 "encoders": ENCODERS,
                 "external": EXTERNAL,
-                "measured": [column for column in MEASURED if column.name != "seed" or not all(others)],
+                "measured": [column for column in MEASURED if column.name != "seed" or not all_external],
                 "layers": LAYERS,
             },
             sections={name for name, _ in parts},
-            non_finite=non_finite.to_dict("records"),
+            non_finite=findings.measurements.non_finite.to_dict("records"),
             keep_queries=keep_queries,
             theory=theory,
-            outliers=[
-                (f"head {head} of layer {layer_name(layer, modules)}", look and f"{look}#{layer}.{head}", words)
-                for layer, head, words in findings(outlying_heads)
-            ],
+            outliers=_outliers(findings, str(rows[0]["model"]), look),
         )
     )
 
 
+def _attention_names(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return which attention was measured, and in which task or model."""
+    names = set()
+    for row in rows:
+        where = row["model"] if row["source"] in EXTERNAL_SOURCES else row["task"] or "task unknown"
+        names.add(f"{row['attention_label']} ({where})")
+    return ", ".join(sorted(names))
+
+
+def _outliers(findings: Findings, model: str, look: str | None) -> list[tuple[str, str | None, str]]:
+    """Return the heads that stand out: name, the place on the page of one text, and in what."""
+    modules = findings(modules_by_layer, model)
+    return [
+        (f"head {head} of layer {layer_name(layer, modules)}", look and f"{look}#{layer}.{head}", words)
+        for layer, head, words in findings(outlying_heads)
+    ]
+
+
 def _about(content: dict[str, Any]) -> str:
     rows = content["results"]
+    provenance = content["provenance"]
     model = str(rows[0]["model"]) if len(rows) == 1 else f"{len(rows)} models"
     counts = sorted({int(row["samples"]) for row in rows})
-    samples = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    samples = counted(counts[0], "sample")
+    if len(counts) > 1:
+        samples = f"{counts[0]:,} to {counts[-1]:,} samples"
     inputs = dict.fromkeys(str(row["inputs"]) for row in rows)
-    of = f": {next(iter(inputs))}" if len(inputs) == 1 else ""
-    provenance = content["provenance"]
-    samples += f" sample{'s' * (counts != [1])}"
+    if len(inputs) == 1:
+        samples += f": {next(iter(inputs))}"
     version = provenance.get("semdiag")
-    parts = (model, samples + of, provenance.get("date"), version and f"semdiag {version}")
+    parts = (model, samples, provenance.get("date"), version and f"semdiag {version}")
     return " · ".join(part for part in parts if part)
 
 
 def _settings(named: Mapping[str, Any]) -> str:
     """Return settings in words, like ``seed 0, noise 0.01, mask noise (levels 0.01, draws 3)``."""
+    return ", ".join(f"{name.replace('_', ' ')} {_setting(value)}" for name, value in named.items())
 
-    def said(value: Any) -> str:
-        if isinstance(value, Mapping):
-            return f"({_settings(value)})"
-        if isinstance(value, list | tuple):
-            return " ".join(map(said, value))
-        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value}"
 
-    return ", ".join(f"{name.replace('_', ' ')} {said(value)}" for name, value in named.items())
+def _setting(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({_settings(value)})"
+    if isinstance(value, list | tuple):
+        return " ".join(map(_setting, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value}"

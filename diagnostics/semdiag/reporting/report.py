@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,31 +15,41 @@ from semdiag.capturing.attention_call import external
 from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.estimates import all_by_name, estimate_table, sampling_sentences, within_table
-from semdiag.measuring.findings.findings import Findings, json_ready, schema, unlearned_sentences
+from semdiag.measuring.findings.findings import Findings, json_ready, schema
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
 from semdiag.measuring.training_runs import epochs_to
-from semdiag.presenting.answer import Answer, Heading, first_sentences, percentile_csv, verdict_table
+from semdiag.presenting.answer import (
+    Answer,
+    Claim,
+    Glance,
+    Heading,
+    numbered_claims,
+    percentile_csv,
+    sentences_of,
+    verdict_table,
+)
 from semdiag.presenting.drawing.panels import NothingToDrawError, attention_label
 from semdiag.presenting.drawing.style import Drawing, save_figure, stacked
 from semdiag.presenting.progress import Stages
 from semdiag.questions.dispersion.answer import dispersion_results, pair_comparisons
-from semdiag.questions.k_sweep.changes import failure_sentences
+from semdiag.questions.k_sweep.changes import failure_claims
 from semdiag.questions.k_sweep.measure import SWEEP_ESTIMATES
+from semdiag.questions.k_sweep.rerun import RERUN_FAILED
 from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
 from semdiag.questions.registry import figures, reported
 from semdiag.questions.separation.answer import separation_results
 from semdiag.reporting.folder import ReportFolder, reserved
 from semdiag.reporting.page import (
+    BEFORE_ALL,
+    Overview,
     Picture,
-    capture_sentences,
-    diverged_sentences,
+    captured_sentence,
+    caution_claims,
     inline_picture,
     render_page,
-    short_text_sentences,
-    weights_sentences,
 )
 from semdiag_files import InputError, open_file, unknown_name, visible_json
 
@@ -80,19 +90,35 @@ def report_content(
     content: dict[str, Any] = {
         "schema": schema("report"), "command": command,
         "provenance": json_ready(findings.measurements.provenance), "verdict": verdict,
-        "glances": {
-            name: {**vars(answer.glance), "answer": answer.glance.answer.value}
-            for name, answer in answers.items() if answer.glance
-        },
+        "glances": {name: _tile(answer.glance) for name, answer in answers.items() if answer.glance},
         "pairs": json_ready([comparison.to_dict() for comparison in findings(pair_comparisons)]),
         "results": model_rows(findings, [*answers]), "figures": figures,
     }  # fmt: skip
-    judged = {name: verdict_table(answer.claims) for name, answer in answers.items() if answer.claims is not None}
+    judged = {
+        name: verdict_table(answer.findings) for name, answer in answers.items() if answer.findings is not None
+    }
     if judged:
         content["findings"] = json_ready({name: table.to_dict("records") for name, table in judged.items()})
     details = {name: answer.details for name, answer in answers.items() if answer.details is not None}
-    content["details"] = {name: [each for each in of if isinstance(each, str)] for name, of in details.items()}
+    content["details"] = {name: sentences_of(claims) for name, claims in details.items()}
+    content["claims"] = {
+        name: [json_ready(vars(claim)) for claim in _claims(answer)] for name, answer in answers.items()
+    }
     return content
+
+
+def _tile(glance: Glance) -> dict[str, Any]:
+    return {
+        "answer": glance.answer.value,
+        "number": glance.number,
+        "words": glance.words,
+        "claim": glance.of_paper,
+        "claim_id": glance.claim_id,
+    }
+
+
+def _claims(answer: Answer) -> list[Claim]:
+    return [claim for claim in (*answer.headline, *(answer.details or ())) if isinstance(claim, Claim)]
 
 
 _PIXELS_PER_INCH = 96  # in CSS
@@ -146,58 +172,107 @@ def _write(
     progress: Stages | None,
     look: str | None,
 ) -> dict[str, Any]:
-    measurements = findings.measurements
     tables = _tables(findings, answers)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         (folder / "data" / f"{name}.csv").write_bytes(csv_text(table).encode("utf-8", errors="backslashreplace"))
     if keep_queries:
-        measurements.save(folder / "data")
-    elsewhere = bool(external(measurements.models).all())
-    figures: dict[str, Drawing] = {}  # each where it stands first
-    parts: list[tuple[str, list[Heading]]] = []
-    for name in answers:
-        parts.append((name, []))
-        for heading in reported()[name].headings_for(elsewhere):
-            new = {figure.name: figure for figure in heading.figures if figure.name not in figures}
-            parts[-1][1].append(replace(heading, figures=tuple(new.values())))
-            figures |= new
-    if progress is not None:
-        progress.announce("figures", len(figures))
-    pictures = {}
-    for figure in figures.values():
-        pictures[figure.name] = _picture(figure, findings, folder, formats)
-        if progress is not None:
-            progress.advance(1)
+        findings.measurements.save(folder / "data")
+    parts = _parts(findings, [*answers])
+    figures = [figure for _, headings in parts for heading in headings for figure in heading.figures]
+    pictures = _pictures(figures, findings, folder, formats, progress)
+    overview = _overview(findings, answers)
     paths = {name: list(picture.files.values()) for name, picture in pictures.items()}
-    content = report_content(findings, command, in_short(findings, answers), answers, paths)
-    content["cautions"] = [
-        *weights_sentences(findings), *unlearned_sentences(findings), *capture_sentences(findings)[1:],
-        *diverged_sentences(findings), *short_text_sentences(findings),
-    ]  # fmt: skip
-    written = {"summary.json": visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))}
-    written |= {LOOK: look} if look is not None else {}
-    others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
-    page = LOOK if look else None
-    written["index.html"] = render_page(findings, content, answers, parts, pictures, keep_queries, others, page)
-    for name, text in written.items():
+    content = report_content(findings, command, summary_sentences(findings, answers), answers, paths)
+    content["cautions"] = sentences_of(overview.cautions)
+    texts = {"summary.json": visible_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))}
+    if look is not None:
+        texts[LOOK] = look
+    texts["index.html"] = render_page(
+        findings,
+        content,
+        answers,
+        overview,
+        parts,
+        pictures,
+        keep_queries,
+        theory=sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE),
+        look=LOOK if look else None,
+    )
+    for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
     return content
 
 
-def in_short(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:
-    """Return the sentences of the first screen: from every question, on the capture, and warnings."""
+def _parts(findings: Findings, names: Sequence[str]) -> list[tuple[str, list[Heading]]]:
+    """Return the headings of questions, each figure where it stands first."""
+    all_external = bool(external(findings.measurements.models).all())
+    placed: set[str] = set()
+    parts = []
+    for name in names:
+        headings = []
+        for heading in reported()[name].headings_for(all_external):
+            figures = {figure.name: figure for figure in heading.figures if figure.name not in placed}
+            headings.append(replace(heading, figures=tuple(figures.values())))
+            placed |= figures.keys()
+        parts.append((name, headings))
+    return parts
+
+
+def _pictures(
+    figures: Sequence[Drawing],
+    findings: Findings,
+    folder: Path,
+    formats: Sequence[str],
+    progress: Stages | None,
+) -> dict[str, Picture]:
+    if progress is not None:
+        progress.announce("figures", len(figures))
+    pictures = {}
+    for figure in figures:
+        pictures[figure.name] = _picture(figure, findings, folder, formats)
+        if progress is not None:
+            progress.advance(1)
+    return pictures
+
+
+def _overview(findings: Findings, answers: Mapping[str, Answer]) -> Overview:
+    """Return the claims that belong to no section, and the one that leads the page."""
+    question, lead = next(_summary_claims(findings, answers))
+    failures = [] if "k-sweep" in answers else failure_claims(findings)
+    return Overview(lead, question, caution_claims(findings), [*failures, *_remark_claims(findings, answers)])
+
+
+def _summary_claims(findings: Findings, answers: Mapping[str, Answer]) -> Iterator[tuple[str, Claim]]:
+    """Yield the claims of the first screen, each with its question, which is empty for those on the report."""
+    failures = "k-sweep" if "k-sweep" in answers else ""
+    yield from ((failures, claim) for claim in failure_claims(findings))
+    cautions = caution_claims(findings)
+    yield from (("", claim) for claim in cautions if claim.id.startswith(BEFORE_ALL))
+    yield from _answer_claims(answers)
+    yield from (("", claim) for claim in _remark_claims(findings, answers))
+    yield from (("", claim) for claim in cautions if not claim.id.startswith((*BEFORE_ALL, "short-texts")))
+
+
+def _answer_claims(answers: Mapping[str, Answer]) -> Iterator[tuple[str, Claim]]:
+    """Yield the headlines of all questions; without any, the first of their details."""
+    headlines = [(name, claim) for name, answer in answers.items() for claim in answer.headline]
+    details = [(name, claim) for name, answer in answers.items() for claim in _claims(answer)]
+    for name, claim in headlines or details[:1]:
+        if claim.id != RERUN_FAILED:
+            yield name, claim
+
+
+def _remark_claims(findings: Findings, answers: Mapping[str, Answer]) -> list[Claim]:
+    """Return what was drawn and captured."""
     metrics = [name for name in answers if name in ("dispersion", "separation")]
-    failures = failure_sentences(findings)
-    return [
-        *failures,
-        *weights_sentences(findings),
-        *unlearned_sentences(findings),
-        *(each for each in first_sentences([*answers.values()], otherwise=1) if each not in failures),
-        *sampling_sentences(findings, metrics or ("dispersion",)),
-        *capture_sentences(findings),
-        *diverged_sentences(findings),
-    ]
+    sampling = sampling_sentences(findings, metrics or ("dispersion",))
+    return [*numbered_claims("sampling", sampling), Claim("captured", captured_sentence(findings))]
+
+
+def summary_sentences(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:
+    """Return the sentences of the first screen: from every question, on the capture, and warnings."""
+    return [claim.sentence for _, claim in _summary_claims(findings, answers)]
 
 
 def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.DataFrame]:
@@ -207,9 +282,12 @@ def _tables(findings: Findings, answers: Mapping[str, Answer]) -> dict[str, pd.D
         tables["within"] = all_by_name(within)
     for answer in answers.values():
         tables |= {**answer.tables, **(answer.tables_alone if len(answers) == 1 else {})}
-    estimates = findings(estimate_table), findings.measurements[SWEEP_ESTIMATES], findings.measurements.sketches
-    named = zip(("estimates", "sweep_estimates", "sketches"), estimates, strict=True)
-    return tables | {name: table for name, table in named if len(table)}
+    estimates = {
+        "estimates": findings(estimate_table),
+        "sweep_estimates": findings.measurements[SWEEP_ESTIMATES],
+        "sketches": findings.measurements.sketches,
+    }
+    return tables | {name: table for name, table in estimates.items() if len(table)}
 
 
 def _picture(drawing: Drawing, findings: Findings, folder: Path, formats: Sequence[str]) -> Picture:
@@ -221,30 +299,39 @@ def _picture(drawing: Drawing, findings: Findings, folder: Path, formats: Sequen
             narrow = drawing(findings) if set(formats) & set(_ON_SCREEN) else None
     except NothingToDrawError as reason:
         return Picture(missing=str(reason))
-    files = folder / "figures"
     note = " ".join(figure.get_supxlabel().split()).rstrip(".")  # it stands in the caption
-    note = note and f"{note[0].upper()}{note[1:]}."
-    for drawn in (figure, narrow):
-        if drawn is not None:
-            drawn.supxlabel("")
-    saved = save_figure(figure, files / drawing.name, formats)
-    paths = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
-    telephone = None
+    if note:
+        note = f"{note[0].upper()}{note[1:]}."
+    paths = _saved(figure, drawing.name, folder, formats)
+    narrow_path = None
     if narrow is not None:
-        kind = "svg" if "svg" in formats else "png"
-        (file,) = save_figure(narrow, files / f"{drawing.name}-narrow", [kind])
-        telephone = file.relative_to(folder).as_posix()
-    said = getattr(figure, "said", {})
-    living = [
-        inline_picture((folder / name).read_text(encoding="utf-8"), said)
-        for name in (paths.get("svg"), telephone) if said and name and name.endswith(".svg")
-    ]  # fmt: skip
+        narrow_format = "svg" if "svg" in formats else "png"
+        narrow_path = _saved(narrow, f"{drawing.name}-narrow", folder, [narrow_format])[narrow_format]
+    tooltips = getattr(figure, "tooltips", {})
+    vectors = [path for path in (paths.get("svg"), narrow_path) if path and path.endswith(".svg")]
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
-    finding = getattr(figure, "finding", "")
-    return Picture(paths, width, height, None, telephone, _shows(figure), note, finding, living)
+    return Picture(
+        paths,
+        width,
+        height,
+        narrow=narrow_path,
+        shows=_legend_and_titles(figure),
+        note=note,
+        finding=getattr(figure, "finding", ""),
+        inline=[
+            inline_picture((folder / path).read_text(encoding="utf-8"), tooltips) for path in vectors if tooltips
+        ],
+    )
 
 
-def _shows(figure: Figure) -> str:
+def _saved(figure: Figure, name: str, folder: Path, formats: Sequence[str]) -> dict[str, str]:
+    """Save a figure without its note, and return its paths in the folder by format."""
+    figure.supxlabel("")
+    saved = save_figure(figure, folder / "figures" / name, formats)
+    return {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
+
+
+def _legend_and_titles(figure: Figure) -> str:
     """Return the texts of legend and panel titles, each once."""
     legends = [*figure.legends, *(legend for ax in figure.axes if (legend := ax.get_legend()))]
     entries = [text.get_text() for legend in legends for text in legend.get_texts()]
@@ -279,7 +366,7 @@ def summary(found: Measurements | Findings) -> Summary:
     """
     findings = _findings(found)
     answers = {name: reported()[name].answered(findings) for name in measured_questions(findings)}
-    return Summary(report_content(findings, "", in_short(findings, answers), answers, {}))
+    return Summary(report_content(findings, "", summary_sentences(findings, answers), answers, {}))
 
 
 def report(found: Measurements | Findings, folder: Path | str, keep_queries: bool = False) -> Path:
@@ -339,11 +426,13 @@ def one_text_page(loaded: Sequence[LoadedModel], conditions: Conditions) -> str 
         texts=replace(conditions.texts, max_length=longest),
     )  # fmt: skip
     try:
-        seen = see_loaded(loaded[0], one)
+        one_text = see_loaded(loaded[0], one)
     except InputError:  # it can be measured, but does not fit a page
         return None
     return render_look(
-        seen, fitting_k(seen, None), f"semdiag look {loaded[0].path} --inputs {inputs} --max-length {longest}"
+        one_text,
+        fitting_k(one_text, None),
+        f"semdiag look {loaded[0].path} --inputs {inputs} --max-length {longest}",
     )
 
 

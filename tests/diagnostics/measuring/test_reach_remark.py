@@ -7,7 +7,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import OUT_OF_REACH
-from semdiag.questions.learning import reach_sentences
+from semdiag.questions.learning import reach_claims
 from semdiag_models import TrainingConfig, open_run, train_run
 
 
@@ -20,6 +20,6 @@ def test_a_block_local_model_of_even_pairs_says_that_it_cannot(tiny_config, tiny
     found = survey([load(tmp_path / "b"), load(tiny_runs.full)], Conditions(samples=5))
     remarks = found.remarks[found.remarks["text"] == OUT_OF_REACH]
     assert remarks["model"].tolist() == [str(tmp_path / "b")]
-    (said,) = reach_sentences(Findings(found))
-    assert said.startswith("Out of reach for 1 of 2 models (")
-    assert "local blocks (k = 2)" in said
+    (claim,) = reach_claims(Findings(found))
+    assert (claim.id, claim.value) == ("out-of-reach", 1)
+    assert "local blocks (k = 2)" in claim.sentence

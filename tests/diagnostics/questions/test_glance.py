@@ -10,18 +10,18 @@ from semdiag.measuring.findings.findings import Findings, Verdict, find_pairs
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import survey
-from semdiag.presenting.answer import Outcome, measured_glance
+from semdiag.presenting.answer import Outcome, measured_glance, sentences_of
 from semdiag.questions.bounds.corollary import corollary_findings
 from semdiag.questions.dispersion.answer import (
+    dispersion_claims,
     dispersion_glance,
-    dispersion_in_short,
     layer_ratios,
     pair_comparisons,
 )
 from semdiag.questions.learning import learning_glance
 from semdiag.questions.mask_stability.answer import masks_glance
 from semdiag.questions.mask_stability.measure import NoisePlan
-from semdiag.questions.separation.answer import separation_glance, separation_in_short
+from semdiag.questions.separation.answer import separation_claims, separation_glance
 from semdiag.questions.stability.answer import stability_glance
 from semdiag.questions.stability.measure import SecantsPlan
 
@@ -150,7 +150,7 @@ def test_a_separation_that_is_no_number_hides_no_other(pair, undefined):
     glance = separation_glance(findings)
     assert (glance.answer, glance.number) == (alone.answer, alone.number)
     assert glance.words == f"{alone.words}; for 1 more it is not a number"
-    said = separation_in_short(findings)
+    said = sentences_of(separation_claims(findings))
     assert not any(re.search(r"\bnan\b", each) for each in said)
     assert sum("no query drops a key, so the separation Δ is undefined. The busiest" in s for s in said) == 1
 
@@ -159,8 +159,8 @@ def test_of_a_diverged_model_no_separation_is_told(pair):
     findings = Findings(diverged(pair))
     glance = separation_glance(findings)
     assert (glance.answer, glance.number) == (Outcome.OPEN, "0 of 1 model")
-    (said,) = separation_in_short(findings)
-    assert said.endswith(
+    (claim,) = separation_claims(findings)
+    assert claim.sentence.endswith(
         "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
     )
 
@@ -177,7 +177,7 @@ def test_of_a_diverged_model_no_separation_is_told(pair):
 )
 def test_who_learned_first(pair, full, topk, answer, number):
     glance = learning_glance(Findings(history(pair, full, topk, seeds=3)))
-    assert (glance.answer, glance.number, glance.claim) == (answer, number, True)
+    assert (glance.answer, glance.number, glance.of_paper) == (answer, number, True)
 
 
 def test_two_seeds_tell_nothing_about_speed(pair):
@@ -197,9 +197,10 @@ def test_two_seeds_tell_nothing_about_speed(pair):
 def test_the_headline_of_pairs_names_the_initialisation(pair, before, said):
     """The ratio of the tiny pair is about 0.25, so that half of it, on the logarithmic scale, is 0.5."""
     table = pd.DataFrame({"model": pair.models["model"][: len(before)], "samples": 6, "dispersion": before})
-    sentence, *_ = dispersion_in_short(Findings(pair.replace(initialisation=table)))
-    assert sentence.startswith("The median dispersion δ of top-k attention is 0.")
-    assert sentence.endswith(said)
+    first = dispersion_claims(Findings(pair.replace(initialisation=table)))[0]
+    assert first.id == "ratio"
+    assert 0 < first.value < 1
+    assert first.sentence.endswith(said)
 
 
 def test_ties_are_nobodys_and_said(pair):

@@ -14,6 +14,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.plan import Plan
 from semdiag.presenting import options
+from semdiag.presenting.answer import Claim
 from semdiag.presenting.drawing.style import Drawing
 from semdiag.presenting.question import PANELS
 from semdiag.questions import registry
@@ -160,3 +161,14 @@ def test_no_name_in_a_record_is_stale(question):
 
 def test_every_command_stands_in_a_group_of_the_help():
     assert {command.rich_help_panel for command in app.registered_commands} == {*PANELS}
+
+
+@pytest.mark.slow
+def test_no_two_claims_of_a_question_about_a_subject_have_one_id(everything):
+    for name, question in registry.reported().items():
+        answer = question.answered(everything)
+        claims = [each for each in (*answer.headline, *(answer.details or ())) if isinstance(each, Claim)]
+        keys = [claim.key for claim in claims]
+        assert len(keys) == len(set(keys)), name
+        if answer.glance is not None and answer.glance.claim_id:
+            assert answer.glance.claim_id in {claim.id for claim in answer.headline} or not answer.headline

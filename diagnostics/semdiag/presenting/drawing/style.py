@@ -35,8 +35,15 @@ _COLORBLIND = (
 )  # fmt: skip
 _RED, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = (_COLORBLIND[i] for i in (3, 5, 6, 7, 8, 9))
 # Text in these has a contrast of 4.5 : 1 on white.
-_FULL, _TOPK, _SHARED, _WINDOW, _BLOCKS, _RANDOM = "#3d3d3d", "#c2570c", "#0b66b3", "#00795a", "#7b4f9e", "#767676"
-INK, FAINT, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
+_FULL = "#3d3d3d"
+_TOPK = "#c2570c"
+_SHARED = "#0b66b3"
+_WINDOW = "#00795a"
+_BLOCKS = "#7b4f9e"
+_RANDOM = "#767676"
+INK = "#222222"
+FAINT = "#6b6b6b"
+_GRID = "#e4e4e4"
 _SMALL = 9.0  # points: 12 pixels of a page
 _LETTERS_PER_INCH = 17.5  # of 7-point text
 _FEW_LETTERS = 8  # of the numbers beside an axis: names take room of their own
@@ -176,7 +183,7 @@ class PageFigure(Figure):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.said: dict[str, str] = {}  # in words what a part of the picture shows, by its gid
+        self.tooltips: dict[str, str] = {}  # in words what a part of the picture shows, by its gid
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -324,7 +331,9 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
             text.set_text(shown)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.parent / f"{path.name}.{name}" for name in formats]
-    canvas, layout, dpi = figure.canvas, figure.get_layout_engine(), figure.get_dpi()
+    canvas = figure.canvas
+    layout = figure.get_layout_engine()
+    dpi = figure.get_dpi()
     figure.set_dpi(_PNG_DPI)
     try:
         for name, file in zip(formats, files, strict=True):
@@ -392,7 +401,8 @@ def other_ranges(quantity: str, models: Iterable[str]) -> list[Range]:
 def draw_band(ax: Axes, quantity: str, models: Iterable[str]) -> None:
     """Shade the range of other models behind a panel."""
     if ranges := other_ranges(quantity, models):
-        low, high = min(each.low for each in ranges), max(each.high for each in ranges)
+        low = min(each.low for each in ranges)
+        high = max(each.high for each in ranges)
         label = f"heads of {' and '.join(f'{each.model} ({each.tokens:,} tokens)' for each in ranges)}"
         ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=label)
 

@@ -30,9 +30,12 @@ from semdiag.measuring.table import ALL
 from semdiag.measuring.words import UNKNOWN, counted, number, plain
 from semdiag.presenting.answer import (
     Answer,
+    Claim,
     Glance,
     Outcome,
+    Shown,
     heading,
+    numbered_claims,
     title,
     top_words,
     verdict_line,
@@ -70,7 +73,8 @@ SCOPE = (
     "the gradients that the loss has in the mixed values. A constant more than 1,000 times above the measured "
     "slope is called vacuous."
 )
-NEAR, FAR = 1.0, 3.0  # powers of ten above the measured slope: a bound that could have failed, and a vacuous one
+NEAR = 1.0
+FAR = 3.0  # powers of ten above the measured slope: a bound that could have failed, and a vacuous one
 FORMS = ("point", "local", "sound", "paper")  # the nearest first
 BOUND_CLAIM = "the loss is no steeper in a tensor than its constant"
 
@@ -80,7 +84,8 @@ def parameter_findings(findings: Findings) -> list[Finding]:
     measurements = findings.measurements
     results = []
     for name, rows in measurements[PARAMETERS].groupby("model", sort=False):
-        model, constants = str(name), measurements[CONSTANTS]
+        model = str(name)
+        constants = measurements[CONSTANTS]
         network = constants[(constants["model"] == model) & (constants["quantity"] == "network")].set_index("form")
         reason = network["assumptions"].to_dict().get("sound", "")
         tensors = [_tensor(model, row, reason) for row in rows.to_dict("records")]
@@ -95,11 +100,12 @@ def parameter_findings(findings: Findings) -> list[Finding]:
 
 def _of_form(model: str, rows: pd.DataFrame, network: pd.DataFrame, form: str) -> list[Finding]:
     """Judge the bounds of a form, over all tensors that have one; nothing without any, except for the paper's."""
-    reason, holds = network["assumptions"].to_dict().get(form, ""), network["holds"].to_dict().get(form, True)
-    known = rows[rows[f"ln_{form}"].notna()]
-    known = known.assign(ln_sound=known[f"ln_{form}"], holds=holds)
-    known = known if form == "paper" else known.assign(ln_secant=math.nan)
-    tensors = [_tensor(model, row, reason) for row in known.to_dict("records")]
+    reason = network["assumptions"].to_dict().get(form, "")
+    holds = network["holds"].to_dict().get(form, True)
+    stated = rows[rows[f"ln_{form}"].notna()]
+    stated = stated.assign(ln_sound=stated[f"ln_{form}"], holds=holds)
+    stated = stated if form == "paper" else stated.assign(ln_secant=math.nan)
+    tensors = [_tensor(model, row, reason) for row in stated.to_dict("records")]
     return [_together(model, tensors, form, reason)] if tensors or form == "paper" else []
 
 
@@ -108,11 +114,14 @@ def _tensor(model: str, row: Mapping[Hashable, Any], reason: str) -> Finding:
     measured = max((slope for slope in (gradient, secant) if not math.isnan(slope)), default=math.nan)
     numbers = {"ln measured": measured, "ln bound": bound}
     if math.isnan(bound) or bound == math.inf or not row["holds"]:
-        verdict, note = Verdict.NOT_MET, reason
+        verdict = Verdict.NOT_MET
+        note = reason
     elif math.isnan(measured):
-        verdict, note = Verdict.NOTHING, "no slope was measured: the labels of the inputs are unknown"
+        verdict = Verdict.NOTHING
+        note = "no slope was measured: the labels of the inputs are unknown"
     elif gradient > bound + 1e-9:
-        verdict, note = Verdict.VIOLATED, ""
+        verdict = Verdict.VIOLATED
+        note = ""
     elif secant > bound + 1e-9:
         verdict = Verdict.NOT_MET
         note = "a secant is steeper: it leaves the parameters for which the constants hold"
@@ -134,11 +143,11 @@ def _together(model: str, tensors: list[Finding], form: str, reason: str) -> Fin
         "violated": verdicts.count(Verdict.VIOLATED),
         "not_met": verdicts.count(Verdict.NOT_MET),
     }
-    known = pd.Series(gaps, dtype=float).dropna()
+    finite_gaps = pd.Series(gaps, dtype=float).dropna()
     numbers: dict[str, float] = {**counts, "unmeasured": verdicts.count(Verdict.NOTHING)}
-    if len(known):
-        numbers["within a factor of ten"] = int((known <= NEAR).sum())
-        numbers |= {"smallest log10 gap": float(known.min()), "largest log10 gap": float(known.max())}
+    if len(finite_gaps):
+        numbers["within a factor of ten"] = int((finite_gaps <= NEAR).sum())
+        numbers |= {"smallest log10 gap": float(finite_gaps.min()), "largest log10 gap": float(finite_gaps.max())}
     return Finding(model, BOUND_CLAIM, form, "all", of_rows(**counts), numbers, reason)
 
 
@@ -155,8 +164,10 @@ def answer(findings: Findings) -> Answer | None:
     """Return constants, bounds and slopes of every model, and Corollary 1 of pairs; None of drawn queries."""
     if in_part(findings):
         return None
-    measurements, results, pairs = findings.measurements, {}, []
-    shown: list[str | NumberTable] = []
+    measurements = findings.measurements
+    results = {}
+    pairs = []
+    shown: list[Shown] = []
     for model in measurements.models["model"]:
         measured = measurements.of(model)
         tables = {table.name: records(measured[table].drop(columns="model")) for table in _TABLES}
@@ -169,11 +180,11 @@ def answer(findings: Findings) -> Answer | None:
         different = {"differences": differences(measurements.models, pair)}
         pairs.append(names | different | {"verdicts": verdicts_of(judged, pair.label)})
         shown += [f"\n{pair.label}: {pair.full} and {pair.other}", *_shown_pair(judged)]
-    headline = corollary_in_short(findings)
+    headline = corollary_claims(findings)
     return Answer(
         bounds_glance(findings),
         headline,
-        bounds_sentences(findings),
+        bounds_claims(findings),
         findings(bounds_findings),
         tables={
             **{table.name: with_facts(findings, measurements[table]) for table in _TABLES},
@@ -204,37 +215,47 @@ def _cases(findings: Findings, fixed: bool, form: str) -> tuple[int, int, int]:
     return verdicts.count(Verdict.HOLDS), len(verdicts) - unmet, unmet
 
 
-_IN_SHORT = {
-    False: "Corollary 1: the top-k mask has the better guarantee {} (percentiles 75 to 95, both conditions).",
-    True: "The same for fixed masks, a control about which the corollary claims nothing: {}.",
-}
-
-
-def corollary_in_short(findings: Findings) -> list[str]:
+def corollary_claims(findings: Findings) -> list[Claim]:
     """Return in how many cases top-k masks have the better guarantee; then the same for fixed masks."""
-    sentences = []
-    for fixed, words in _IN_SHORT.items():
-        parts = []
-        for form in ("paper", "sound"):
-            met, stated, unmet = _cases(findings, fixed, form)
-            more = f" (assumption not met in {unmet} more)" if unmet else ""
-            parts += [f"in {met} of {counted(stated, 'case')} in the {form} form{more}"] if stated + unmet else []
-        sentences += [words.format(", ".join(parts))] if parts else []
-    return sentences
+    claims = []
+    if cases := _case_words(findings, fixed=False):
+        sentence = f"Corollary 1: the top-k mask has the better guarantee {cases}"
+        sentence += " (percentiles 75 to 95, both conditions)."
+        claims.append(Claim("corollary", sentence, verdict=bounds_glance(findings).answer))
+    if cases := _case_words(findings, fixed=True):
+        control = f"The same for fixed masks, a control about which the corollary claims nothing: {cases}."
+        claims.append(Claim("control", control))
+    return claims
 
 
-def bounds_sentences(findings: Findings) -> list[str]:
+def _case_words(findings: Findings, fixed: bool) -> str:
+    """Return in how many cases masks have the better guarantee, by form; empty if no case is stated."""
+    parts = []
+    for form in ("paper", "sound"):
+        met, stated, unmet = _cases(findings, fixed, form)
+        words = f"in {met} of {counted(stated, 'case')} in the {form} form"
+        if unmet:
+            words += f" (assumption not met in {unmet} more)"
+        if stated + unmet:
+            parts.append(words)
+    return ", ".join(parts)
+
+
+def bounds_claims(findings: Findings) -> list[Claim]:
     """Return whether the constants of each model hold, and why pairs cannot be compared."""
-    sentences = []
+    claims = []
     for model, label in model_labels(findings.measurements.models).items():
-        parts = _model_lines(findings, model)
-        sentences += [f"{label}: {' '.join(parts)}"] if parts else []
+        if lines := _model_lines(findings, model):
+            claims.append(Claim("constants", f"{label}: {' '.join(lines)}", model))
     for pair in findings(compared_pairs):
-        judged = [f for f in findings(corollary_findings, pair) if f.where == "all"]
-        known = [f"{CLAIMS[f.claim]}, {f.form} form: {_ANSWERS[f.verdict]}" for f in judged if f.claim in CLAIMS]
-        sentences += [f"{pair.label}, a better guarantee of the mask: {'; '.join(known)}."] if known else []
-        sentences += [f"{pair.label}: {verdict_line(f)}." for f in judged if f.verdict is Verdict.NOTHING]
-    return sentences or ["No constant of these models is known."]
+        judged = [finding for finding in findings(corollary_findings, pair) if finding.where == "all"]
+        parts = [f"{CLAIMS[f.claim]}, {f.form} form: {_ANSWERS[f.verdict]}" for f in judged if f.claim in CLAIMS]
+        if parts:
+            sentence = f"{pair.label}, a better guarantee of the mask: {'; '.join(parts)}."
+            claims.append(Claim("guarantee", sentence, pair.label))
+        unknown = [f"{pair.label}: {verdict_line(f)}." for f in judged if f.verdict is Verdict.NOTHING]
+        claims += numbered_claims("unknown", unknown, pair.label)
+    return claims or [Claim("constants", "No constant of these models is known.")]
 
 
 def _model_lines(findings: Findings, model: str) -> list[str]:
@@ -300,11 +321,11 @@ def _shown_pair(conditions: list[Finding]) -> Iterator[str | NumberTable]:
         rows.append({**row, "sides": [part.numbers[name] for part in parts], "answer": answer})
     if rows:
         yield NumberTable(_PAIR, rows)
-    others = [
+    further_findings = [
         f for f in conditions
         if f.percentile is None and (f.where != "all" or (f.claim, f.form) not in by_condition)
     ]  # fmt: skip
-    yield from map(verdict_line, others)
+    yield from map(verdict_line, further_findings)
 
 
 def _constants(constants: pd.DataFrame) -> NumberTable:
@@ -316,8 +337,8 @@ def _constants(constants: pd.DataFrame) -> NumberTable:
     forms = {form: network["ln_value"].get(f"network-{form}") for form in ("local", "sound", "paper")}
     caption = f"ln λ_L of the network: {', '.join(f'{number(value)} {form}' for form, value in forms.items())}"
     if infinite := network["infinite"].get("network-sound"):
-        others = number(network["ln_finite"].get("network-sound"))
-        caption += f"; {infinite} inputs have no sound one, {others} for the others"
+        finite_bound = number(network["ln_finite"].get("network-sound"))
+        caption += f"; {infinite} inputs have no sound one, {finite_bound} for the others"
     return NumberTable(_CONSTANTS, records(table.reset_index()), caption=caption)
 
 
@@ -326,13 +347,13 @@ def bounds_glance(findings: Findings) -> Glance:
     met, stated, _ = _cases(findings, False, "paper")
     if not stated:
         words = "in which the corollary says anything about a top-k mask"
-        return Glance(Outcome.OPEN, "0 cases", words, claim=True)
-    return Glance(
-        Outcome.HOLDS if met == stated else Outcome.DOES_NOT, f"{met:,} of {counted(stated, 'case')}",
+        return Glance(Outcome.OPEN, "0 cases", words, of_paper=True)
+    words = (
         f"in which the {top_words(findings)} mask has the better guarantee by Corollary 1 as printed (p75 to "
-        "p95, W and X)",
-        claim=True,
-    )  # fmt: skip
+        "p95, W and X)"
+    )
+    outcome = Outcome.HOLDS if met == stated else Outcome.DOES_NOT
+    return Glance(outcome, f"{met:,} of {counted(stated, 'case')}", words, of_paper=True)
 
 
 _FORMS = {"paper": ("paper's condition", 1.0), "sound": ("sound margin", 0.0)}
@@ -358,17 +379,19 @@ def corollary_conditions(findings: Findings) -> Figure:
         raise NothingToDrawError("No masked model is compared with a full one, or no condition can be stated.")
     kind_of = findings.measurements.models.set_index("model")["attention"]
     table["kind"] = table["pair"].map({pair.label: kind_of[pair.other] for pair in pairs})
-    known = set(table["kind"])
-    kinds = [kind for kind in ATTENTION_STYLES if kind in known] + sorted(known - ATTENTION_STYLES.keys())
+    kinds_present = set(table["kind"])
+    kinds = [kind for kind in ATTENTION_STYLES if kind in kinds_present] + sorted(
+        kinds_present - ATTENTION_STYLES.keys()
+    )
     figure, axes = panel_grid(2, height=0.8 + 0.6 * len(kinds), sharey=False, columns=2)
     for ax, (form, (words, limit)) in zip(axes, _FORMS.items(), strict=True):
-        own = table[table["form"] == form]
-        decided = np.isfinite(own["value"]) & ~np.isclose(own["value"], limit, rtol=0, atol=_EQUAL)
-        own = own.assign(decided=decided, met=decided & (own["value"] < limit))
-        counts = own.groupby(["kind", "parameter", "percentile"])[["decided", "met"]].sum()
+        of_form = table[table["form"] == form]
+        decided = np.isfinite(of_form["value"]) & ~np.isclose(of_form["value"], limit, rtol=0, atol=_EQUAL)
+        of_form = of_form.assign(decided=decided, met=decided & (of_form["value"] < limit))
+        counts = of_form.groupby(["kind", "parameter", "percentile"])[["decided", "met"]].sum()
         index = pd.MultiIndex.from_product([kinds, _PARAMETERS, PAPER_PERCENTILES])
         _draw_counts(ax, counts.reindex(index, fill_value=0).to_numpy(int).reshape(-1, len(PAPER_PERCENTILES), 2))
-        ax.set_title(f"{words}: met in {own['met'].sum()} of {own['decided'].sum()} cases")
+        ax.set_title(f"{words}: met in {of_form['met'].sum()} of {of_form['decided'].sum()} cases")
         names = [f"{attention_style(kind).name}, {name}" for kind in kinds for name in _PARAMETERS]
         ax.set_yticks(range(len(names)), names if form == "paper" or page_width() < 5 else [])
     note_below(
@@ -382,7 +405,8 @@ def corollary_conditions(findings: Findings) -> Figure:
 
 def _draw_counts(ax: Axes, counts: np.ndarray) -> None:
     """Draw (rows, percentiles, 2): how many cases are decided, and how many of them are met."""
-    decided, met = counts[..., 0], counts[..., 1]
+    decided = counts[..., 0]
+    met = counts[..., 1]
     colors = np.select([decided == 0, met == 0, met < decided], [0, 1, 2], 3)
     ax.imshow(colors, cmap=_COLORS, vmin=0, vmax=3, aspect="auto", interpolation="none")
     for row, column in np.ndindex(*decided.shape):

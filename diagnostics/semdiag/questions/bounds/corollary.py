@@ -54,16 +54,18 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
     """Judge both conditions of Corollary 1, in both forms, at every percentile, for a pair."""
     measurements = findings.measurements
     models = {row["model"]: row for row in measurements.models.to_dict("records")}
-    full, masked = models[pair.full], models[pair.other]
-    known = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
-    if not known or pd.isna(masked["k"]):
+    full = models[pair.full]
+    masked = models[pair.other]
+    comparable = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
+    if not comparable or pd.isna(masked["k"]):
         kinds = f"{full['attention']} and {masked['attention']}"
         reasons = [f"Corollary 1 compares full attention with a mask it covers; these are {kinds}"]
         reasons += differences(measurements.models, pair)
         return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, "; ".join(reasons))]
     if any(diverged(findings, model) for model in (pair.full, pair.other)):
         return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, DIVERGED)]
-    results, table = [], pair_percentiles(findings, pair)
+    results = []
+    table = pair_percentiles(findings, pair)
     note = "; ".join([HEURISTIC, *differences(measurements.models, pair)])
     for form, parameter, condition, reason in _conditions(measurements, pair, table):
         results += _judged(pair.label, form, parameter, condition, "; ".join(filter(None, [note, reason])), table)
@@ -74,7 +76,8 @@ def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
     """Read δ_s, δ_h, Δ_h and loads of a pair at percentiles 75, 90, 95, 100 of the pooled queries."""
     require_every_query(findings, "Corollary 1")
     measurements = findings.measurements
-    full, masked = measurements.of(pair.full), measurements.of(pair.other)
+    full = measurements.of(pair.full)
+    masked = measurements.of(pair.other)
     rounding = separation_rounding(
         measurements, pair.other, _finite(masked.queries["dispersion"]).max(initial=0.0)
     )
@@ -113,7 +116,8 @@ Row = tuple[str, str, Condition | None, str]  # form, parameters, condition (Non
 
 def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) -> list[Row]:
     kind, k = _kind(measurements, pair.other)
-    delta_s, delta = torch.tensor(table.full_dispersion), torch.tensor(table.dispersion)
+    delta_s = torch.tensor(table.full_dispersion)
+    delta = torch.tensor(table.dispersion)
     separation = torch.tensor(table.separation)
     beta = torch.tensor(table.load) / k
     if kind in HEAVY_HITTERS:
@@ -123,9 +127,9 @@ def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) 
         control = paper_fixed_mask_control(delta_s, delta, beta)
         weight = Condition(delta / delta_s, 1.0, control.assumptions, control.source)
         inputs = control
-    kept = torch.full_like(delta, min(k, table.keys))
-    masked_rows = rows_of_kind(kind, delta[:, None], separation[:, None], kept[:, None])
-    full_rows = fixed_mask_rows(delta_s[:, None], torch.full_like(kept, table.keys)[:, None])
+    keys_kept = torch.full_like(delta, min(k, table.keys))
+    masked_rows = rows_of_kind(kind, delta[:, None], separation[:, None], keys_kept[:, None])
+    full_rows = fixed_mask_rows(delta_s[:, None], torch.full_like(keys_kept, table.keys)[:, None])
     assert masked_rows is not None  # corollary_findings checks the kind
     margin = sound_weight_margin(masked_rows, full_rows)
     ragged = _ragged(measurements, pair)
@@ -139,8 +143,8 @@ def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) 
 
 def _ragged(measurements: Measurements, pair: Pair) -> list[str]:
     """Return a note if the rows of a model of the pair differ in length; the mask's, where both do."""
-    kept = [measurements.of(model).queries["kept"] for model in (pair.full, pair.other)]
-    lengths = [(int(rows.min()), int(rows.max())) for rows in kept]
+    key_counts = [measurements.of(model).queries["kept"] for model in (pair.full, pair.other)]
+    lengths = [(int(rows.min()), int(rows.max())) for rows in key_counts]
     differing = [ONE_K.format(low, high) for low, high in lengths if low != high]
     return differing[-1:]
 

@@ -14,7 +14,7 @@ from semdiag.measuring.findings.findings import Findings, Summary, json_ready, m
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval_words, layer_name, number, number_from_json, percent, text
-from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, heading, with_facts
+from semdiag.presenting.answer import Answer, Claim, Collapsible, Glance, Outcome, Part, Shown, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -54,7 +54,8 @@ def answer_table(findings: Findings) -> pd.DataFrame:
     """Return the changes of the outputs, one row per model."""
     rows = []
     for (model, base), of_model in findings.measurements[COMPARED_OUTPUTS].groupby(["model", "base"], sort=False):
-        predictions, targets = int(of_model["predictions"].sum()), int(of_model["targets"].sum())
+        predictions = int(of_model["predictions"].sum())
+        targets = int(of_model["targets"].sum())
         divergence = _mean_of(of_model, "divergence", "predictions")
         rows.append(
             {
@@ -75,10 +76,12 @@ def answer_table(findings: Findings) -> pd.DataFrame:
 
 def _described(rows: pd.DataFrame, interval: bool = False) -> dict[str, Any]:
     sums = rows.drop(columns=["model", "base", "sample", "layer", "head", "largest"]).sum()
-    queries, top = int(sums["queries"]), int(sums["top_queries"])
+    queries = int(sums["queries"])
+    top = int(sums["top_queries"])
     means = {name: sums[name] / queries for name in ("total_variation", "dispersion_base", "dispersion", "moved")}
     low_high = _mean_of(rows, "total_variation", "queries") if interval else Interval(np.nan, np.nan, np.nan)
-    output, parts = sums["output"], sums["by_weights"] + sums["by_values"]
+    output = sums["output"]
+    parts = sums["by_weights"] + sums["by_values"]
     return {
         "queries": queries, **means, "low": low_high.low, "high": low_high.high,
         "largest": float(rows["largest"].max()), "top_queries": top,
@@ -94,77 +97,107 @@ def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
     return Interval(interval.estimate, max(interval.low, 0.0), interval.high)  # neither quantity is negative
 
 
-_ROUNDING, _NAMED = 1e-5, 5
+_ROUNDING = 1e-5
+_NAMED = 5  # heads in which a change begins
 
 
-def comparison_sentences(result: Summary, modules: Sequence[str] = ()) -> list[str]:
-    """Return sentences on what changed from the base to the model."""
-    whole, most = result["all"], result["heads"][0]
-    samples = result["outputs"]["samples"] if result["outputs"] else None
-    interval = interval_words(*_ends(whole), "{:.3g}".format, samples)
-    sentences = [
-        *_beginning(result["heads"], modules),
-        f"Total variation of the weights: {number(whole['total_variation'])} in the mean of "
-        f"{counted(whole['queries'], 'query')} ({interval}), {number(whole['largest'])} at most; most in layer "
-        f"{layer_name(most['layer'], modules)}, head {most['head']}: {number(most['total_variation'])}."
-        if whole["largest"]
-        else f"The weights of all {whole['queries']:,} queries are the same.",
-    ]
-    if whole["output_change"] is not None:
-        sentences.append(_parts(whole))
-    return sentences + _outputs(result["outputs"])
-
-
-def _beginning(heads: list[Summary], modules: Sequence[str]) -> list[str]:
-    """Name the heads in which the change begins, if earlier layers or other heads of theirs are the same."""
-    changed = [row for row in heads if max(row["largest"], row["output_change"] or 0) > _ROUNDING]
-    first = min((row["layer"] for row in changed), default=0)
-    began = sorted((row for row in changed if row["layer"] == first), key=lambda row: int(row["head"]))
-    same = [row for row in heads if row["layer"] <= first and row not in began]
-    if not began or not same:
-        return []
-    of = f"{'head' if len(began) == 1 else 'heads'} {', '.join(str(row['head']) for row in began[:_NAMED])}"
-    of += " and more" if len(began) > _NAMED else ""
-    most = max((row["output_change"] or 0 for row in began), default=0)
-    before = "between the layer before and this one, or in it" if len(began) > 1 else "there"
+def comparison_claims(model: str, result: Summary, modules: Sequence[str] = ()) -> list[Claim]:
+    """Return claims on what changed from the base to the model."""
     return [
-        f"The change begins in layer {layer_name(first, modules)}, {of} (total variation "
-        f"{number(max(row['largest'] for row in began))} at most, output {number(most)} of its norm): look for it "
-        f"{before}. What precedes is the same; heads of later layers may change only by their input."
+        *_beginning(model, result["heads"], modules),
+        _weights_claim(model, result, modules),
+        *_attention_output(model, result["all"]),
+        *_outputs(model, result["outputs"]),
     ]
+
+
+def _weights_claim(model: str, result: Summary, modules: Sequence[str]) -> Claim:
+    pooled = result["all"]
+    if not pooled["largest"]:
+        return Claim("weights", f"The weights of all {pooled['queries']:,} queries are the same.", model, 0.0)
+    first = result["heads"][0]
+    samples = result["outputs"]["samples"] if result["outputs"] else None
+    ends = _ends(pooled)
+    sentence = (
+        f"Total variation of the weights: {number(pooled['total_variation'])} in the mean of "
+        f"{counted(pooled['queries'], 'query')} ({interval_words(*ends, _three_digits, samples)}), "
+        f"{number(pooled['largest'])} at most; most in layer {layer_name(first['layer'], modules)}, "
+        f"head {first['head']}: {number(first['total_variation'])}."
+    )
+    return Claim("weights", sentence, model, pooled["total_variation"], "total variation", ends)
+
+
+def _beginning(model: str, heads: list[Summary], modules: Sequence[str]) -> list[Claim]:
+    """Name the heads in which the change begins, if earlier layers or other heads of theirs are the same."""
+    changed = [row for row in heads if max(row["largest"], _output_change(row)) > _ROUNDING]
+    layer = min((row["layer"] for row in changed), default=0)
+    first = sorted((row for row in changed if row["layer"] == layer), key=lambda row: int(row["head"]))
+    unchanged = [row for row in heads if row["layer"] <= layer and row not in first]
+    if not first or not unchanged:
+        return []
+    most = max(_output_change(row) for row in first)
+    place = "there" if len(first) == 1 else "between the layer before and this one, or in it"
+    sentence = (
+        f"The change begins in layer {layer_name(layer, modules)}, {_head_names(first)} (total variation "
+        f"{number(max(row['largest'] for row in first))} at most, output {number(most)} of its norm): look for it "
+        f"{place}. What precedes is the same; heads of later layers may change only by their input."
+    )
+    return [Claim("beginning", sentence, model, layer, "layer")]
+
+
+def _output_change(row: Summary) -> float:
+    return row["output_change"] or 0.0
+
+
+def _head_names(heads: list[Summary]) -> str:
+    names = ", ".join(str(row["head"]) for row in heads[:_NAMED])
+    if len(heads) > _NAMED:
+        names += " and more"
+    return f"head {names}" if len(heads) == 1 else f"heads {names}"
 
 
 def _ends(row: Summary) -> tuple[float, float]:
     return number_from_json(row["low"]), number_from_json(row["high"])
 
 
-def _parts(whole: Summary) -> str:
-    change = f"Attention's outputs change by {number(whole['output_change'])} of their norm"
-    if whole["weights_share"] is None:
-        return f"{change}."
-    return (
-        f"{change}: the other weights alone change them by {number(whole['by_weights'])}, the other values by "
-        f"{number(whole['by_values'])} ({percent(whole['weights_share'], '.0f', strict=True)} of both squares is "
-        "the weights')."
-    )
+_three_digits = "{:.3g}".format
 
 
-def _outputs(outputs: Summary | None) -> list[str]:
+def _attention_output(model: str, pooled: Summary) -> list[Claim]:
+    """Return how much attention's outputs change, by the weights and by the values."""
+    if pooled["output_change"] is None:
+        return []
+    words = f"Attention's outputs change by {number(pooled['output_change'])} of their norm"
+    if pooled["weights_share"] is not None:
+        share = percent(pooled["weights_share"], ".0f", strict=True)
+        words += (
+            f": the other weights alone change them by {number(pooled['by_weights'])}, the other values by "
+            f"{number(pooled['by_values'])} ({share} of both squares is the weights')"
+        )
+    return [Claim("attention-output", f"{words}.", model, pooled["output_change"], "share of the norm")]
+
+
+def _outputs(model: str, outputs: Summary | None) -> list[Claim]:
+    """Return how much the model's outputs change, and its loss."""
     if outputs is None:
         return []
     if not outputs["predictions"]:
-        return [f"The model's outputs change by {number(outputs['output_change'])} of their norm, in the mean."]
-    interval = interval_words(*_ends(outputs), "{:.3g}".format, outputs["samples"])
-    sentences = [
-        f"KL(A || B) of the model's outputs: {number(outputs['divergence'])} nats ({interval}); "
+        sentence = f"The model's outputs change by {number(outputs['output_change'])} of their norm, in the mean."
+        return [Claim("outputs", sentence, model, outputs["output_change"], "share of the norm")]
+    ends = _ends(outputs)
+    sentence = (
+        f"KL(A || B) of the model's outputs: {number(outputs['divergence'])} nats "
+        f"({interval_words(*ends, _three_digits, outputs['samples'])}); "
         f"{outputs['changed']:,} of {counted(outputs['predictions'], 'prediction')} change."
-    ]
-    before, after = number_from_json(outputs["loss_base"]), number_from_json(outputs["loss"])
+    )
+    claims = [Claim("divergence", sentence, model, outputs["divergence"], "nats", ends)]
+    before = number_from_json(outputs["loss_base"])
+    after = number_from_json(outputs["loss"])
     if not math.isnan(before + after):
-        sentences.append(
-            f"Loss of {counted(outputs['targets'], 'target')}: {before:.4g} nats before, {after:.4g} after."
-        )
-    return sentences
+        targets = counted(outputs["targets"], "target")
+        sentence = f"Loss of {targets}: {before:.4g} nats before, {after:.4g} after."
+        claims.append(Claim("loss", sentence, model, after - before, "nats"))
+    return claims
 
 
 _FEW = 10  # heads, without --all
@@ -180,27 +213,21 @@ def answer(findings: Findings) -> Answer:
     """Return what changed from the base to the model: the heads that changed most, every head, the whole model."""
     top = findings.measurements.provenance.get("compare_top")
     results = findings(comparisons)
-    modules = {model: findings(modules_by_layer, model) for model in results}
-    opening = {model: comparison_sentences(result, modules[model]) for model, result in results.items()}
-    shown: list[str | NumberTable | Folded] = []
+    opening: list[Claim] = []
+    names: list[Claim] = []
+    shown: list[Shown] = []
     for model, result in results.items():
+        modules = findings(modules_by_layer, model)
+        opening += comparison_claims(model, result, modules)
+        names.append(Claim("models", f"A: {result['base']}; B: {model}.", model))
         sizes = f"{counted(len(result['layers']), 'layer')}, {counted(len(result['heads']), 'head')}"
         shown.append(f"\nA: {result['base']}\nB: {model}\n{sizes}, {counted(result['all']['queries'], 'query')}")
-        whole = {**result["all"], "rank": "all", "layer": "", "head": ""}
-        heads = [{**row, "layer": layer_name(row["layer"], modules[model])} for row in result["heads"]]
-        tables = [NumberTable(_SHOWN, [*heads[:most], whole], unit=top) for most in (_FEW, None)]
-        further = len(result["heads"]) - _FEW
-        more = [f"{further} further heads: --all shows them."] if further > 0 else []
-        shown.append(Folded([tables[0], *more], tables[1:]))
+        shown.append(_head_tables(result, modules, top))
     last = [*results.values()][-1]["all"]
-    queries = counted(last["queries"], "query")
+    words = f"total variation of attention's weights from A to B, mean over {counted(last['queries'], 'query')}"
     return Answer(
-        Glance(
-            Outcome.MEASURED,
-            f"{last['total_variation']:.3g}",
-            f"total variation of attention's weights from A to B, mean over {queries}",
-        ),
-        [f"A: {results[model]['base']}; B: {model}. {' '.join(words)}" for model, words in opening.items()],
+        Glance(Outcome.MEASURED, f"{last['total_variation']:.3g}", words),
+        [*opening, *names],
         tables={
             "compare": with_facts(findings, findings(change_table)),
             "compare_outputs": with_facts(findings, findings(answer_table)),
@@ -208,13 +235,25 @@ def answer(findings: Findings) -> Answer:
         results=results,
         more={"top": top},
         shown=shown,
-        opening=[sentence for sentences in opening.values() for sentence in sentences],
+        opening=opening,  # the tables name the models
     )
+
+
+def _head_tables(result: Summary, modules: Sequence[str], top: int | None) -> Collapsible:
+    """Return a row a head, the most changed first, and the whole model; collapsed: few heads."""
+    pooled = {**result["all"], "rank": "all", "layer": "", "head": ""}
+    heads = [{**row, "layer": layer_name(row["layer"], modules)} for row in result["heads"]]
+    collapsed: list[Part] = [NumberTable(_SHOWN, [*heads[:_FEW], pooled], unit=top)]
+    if len(heads) > _FEW:
+        collapsed.append(f"{len(heads) - _FEW} further heads: --all shows them.")
+    return Collapsible(collapsed, [NumberTable(_SHOWN, [*heads, pooled], unit=top)])
 
 
 def comparisons(findings: Findings) -> dict[str, Summary]:
     """Return the changes from the base to each model."""
-    changes, ranking, answers = findings(change_table), findings(head_ranking), findings(answer_table)
+    changes = findings(change_table)
+    ranking = findings(head_ranking)
+    answers = findings(answer_table)
     results = {}
     for model, changed in changes.groupby("model", sort=False):
         plain = changed.drop(columns=["model", "base", "rank"])

@@ -13,9 +13,9 @@ from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.training_runs import NOT_BEGUN, RUNS, TARGET, UNFINISHED, epochs_to, setting_labels
 from semdiag.measuring.words import decimals, interval, percent, plain, text
-from semdiag.presenting.answer import MOST, Answer, heading, measured_glance, with_run_facts
+from semdiag.presenting.answer import MOST, Answer, Claim, Shown, heading, measured_glance, with_run_facts
 from semdiag.presenting.tables import NEVER, Column, NumberTable
-from semdiag.questions.learning import reach_sentences, target_of, training_curves
+from semdiag.questions.learning import reach_claims, target_of, training_curves
 
 _IDENTITY = ["setting", "kind", "attention", "seed"]
 
@@ -47,7 +47,8 @@ _ARRIVAL_COLUMNS = (
 def _arrival(history: pd.DataFrame, target: float) -> dict[str, Any]:
     if history.empty:
         return dict.fromkeys(("train_accuracy", "holdout_accuracy", "best_holdout_accuracy", "gap"), math.nan)
-    last, best = history.iloc[-1], history.iloc[int(history["holdout_accuracy"].argmax())]
+    last = history.iloc[-1]
+    best = history.iloc[int(history["holdout_accuracy"].argmax())]
     return {
         "arrival": epochs_to(history, target),
         "train_accuracy": float(last["train_accuracy"]),
@@ -65,14 +66,14 @@ def speed_ups(table: pd.DataFrame) -> pd.DataFrame:
         full = runs[runs["attention"] == "full"]
         for run in runs[runs["attention"] != "full"].to_dict("records") if len(full) else []:
             base = full.iloc[0]
-            low, high, known = speed_up(base["arrival"], base["epochs"], run["arrival"], run["epochs"])
+            low, high, exactness = speed_up(base["arrival"], base["epochs"], run["arrival"], run["epochs"])
             facts = {name: run[name] for name in ("group", "task", "attention", "kind", "seed")}
             rows.append(
                 {
                     **facts, "full_arrival": base["arrival"], "full_epochs": base["epochs"],
                     "arrival": run["arrival"], "epochs": run["epochs"], "low": low, "high": high,
                     **_one_epoch_off(base["arrival"], base["epochs"], run["arrival"], run["epochs"]),
-                    "known": known, "full": base["model"], "model": run["model"],
+                    "known": exactness, "full": base["model"], "model": run["model"],
                 }
             )  # fmt: skip
     columns = [
@@ -192,8 +193,8 @@ def speed_words(low: float, high: float) -> str:
 
 def epoch_words(row: Mapping[Any, Any]) -> str:
     """Return the range of a median speed-up if every arrival may be off by one epoch; a dash if unknown."""
-    known = row["pairs"] and row["speed_up_low"] == row["speed_up_high"]
-    return speed_words(row["epoch_low"], row["epoch_high"]) if known else "–"
+    exact = row["pairs"] and row["speed_up_low"] == row["speed_up_high"]
+    return speed_words(row["epoch_low"], row["epoch_high"]) if exact else "–"
 
 
 def speed_interval(row: Mapping[Any, Any]) -> str:
@@ -208,52 +209,62 @@ def speed_interval(row: Mapping[Any, Any]) -> str:
     return f"{ends} ({row['interval_coverage']:.0%})"
 
 
-def convergence_in_short(findings: Findings) -> list[str]:
+def convergence_claims(findings: Findings) -> list[Claim]:
     """Return per task which attention needs the fewest epochs, and what limits that."""
     runs = findings(arrivals)
-    sentences = []
     seeds = findings(run_statistics)
+    claims = []
     for group, rows in seeds.groupby("group", sort=False) if len(seeds) else ():
-        target = percent(target_of(findings.measurements, rows["task"].iloc[0]), "g")
-        soonest = rows["median_epochs"] == rows["median_epochs"].min()
-        alone = len(rows) > soonest.sum() == 1
-        start = f"{rows.loc[soonest, 'attention'].iloc[0]} needs the fewest epochs" if alone else "epochs"
-        by_speed = rows.sort_values("median_epochs", kind="stable").to_dict("records")
-        of_group = runs[runs["group"] == group]
-        arrived = {
-            kind: ", ".join(map(arrival_words, of_kind.to_dict("records")))
-            for kind, of_kind in of_group.groupby("attention")
-        }
-        speeds = {
-            row["attention"]: f" (speed-up {speed_words(row['speed_up_low'], row['speed_up_high'])}; "
-            f"{speed_interval(row)})"
-            for row in by_speed
-            if row["pairs"]
-        }
-        kinds = [row["attention"] for row in by_speed]
-        parts = [f"{kind} {arrived[kind]}{speeds.get(kind, '')}" for kind in kinds]
-        sentences.append(f"{group}: {start} to {target} training accuracy: {parts[0]}.")
-        sentences += [f"{group}, the others: {'; '.join(parts[1:])}."] if parts[1:] else []
-    return sentences + reach_sentences(findings) + _reservations(findings, runs)
+        claims += _group_claims(findings, str(group), rows, runs[runs["group"] == group])
+    return [*claims, *reach_claims(findings), *_reservations(findings, runs)]
 
 
-def _reservations(findings: Findings, table: pd.DataFrame) -> list[str]:
-    sentences = []
+def _group_claims(findings: Findings, group: str, rows: pd.DataFrame, runs: pd.DataFrame) -> list[Claim]:
+    """Return the kind of attention that needs the fewest epochs in a setting, and the other kinds."""
+    target = percent(target_of(findings.measurements, rows["task"].iloc[0]), "g")
+    fewest = rows["median_epochs"].min()
+    soonest = rows["median_epochs"] == fewest
+    start = "epochs"
+    if len(rows) > soonest.sum() == 1:
+        start = f"{rows.loc[soonest, 'attention'].iloc[0]} needs the fewest epochs"
+    arrived = {
+        kind: ", ".join(map(arrival_words, of_kind.to_dict("records")))
+        for kind, of_kind in runs.groupby("attention")
+    }
+    parts = []
+    for row in rows.sort_values("median_epochs", kind="stable").to_dict("records"):
+        words = f"{row['attention']} {arrived[row['attention']]}"
+        if row["pairs"]:
+            speed = speed_words(row["speed_up_low"], row["speed_up_high"])
+            words += f" (speed-up {speed}; {speed_interval(row)})"
+        parts.append(words)
+    sentence = f"{group}: {start} to {target} training accuracy: {parts[0]}."
+    claims = [Claim("fewest-epochs", sentence, group, float(fewest), "epochs")]
+    if parts[1:]:
+        claims.append(Claim("other-epochs", f"{group}, the others: {'; '.join(parts[1:])}.", group))
+    return claims
+
+
+def _reservations(findings: Findings, table: pd.DataFrame) -> list[Claim]:
+    claims = []
     unfinished = table[table["state"].isin([UNFINISHED, NOT_BEGUN])]
     if len(unfinished):
         rows = unfinished.to_dict("records")
         names = "; ".join(f"{row['model']} {row['epochs']} of {row['planned']} epochs" for row in rows)
-        sentences.append(f"Unfinished, so more may be known later: {names}.")
+        claims.append(Claim("unfinished", f"Unfinished, so more may be known later: {names}."))
     runs = len(findings.measurements[RUNS])
     if runs > len(table):
-        sentences.append(
+        copies = (
             f"{runs - len(table)} of {runs} files are copies or other snapshots of a run that is shown: of each "
             "run the file with the most epochs counts."
         )
+        claims.append(Claim("copies", copies))
     left_out = findings.measurements.provenance.get("left_out", [])
     if left_out:
-        sentences.append(f"Left out, because they have no training history: {', '.join(left_out)}.")
-    return sentences
+        claims.append(
+            Claim("left-out", f"Left out, because they have no training history: {', '.join(left_out)}.")
+        )
+    return claims
 
 
 def _speed(low: float, high: float) -> str:
@@ -278,35 +289,38 @@ _SEEDS = (
 
 def answer(findings: Findings) -> Answer:
     """Return epochs to the target, speed-ups, and their relation to dispersion."""
-    provenance, found = findings.measurements.provenance, findings(arrivals)
-    pairs, seeds = findings(speed_dispersion_table), findings(run_statistics)
-    speeds = found.merge(pairs[["model", "low", "high", "ratio"]], how="left", on="model")
-    target, targets = percent(provenance.get("target", TARGET), "g"), provenance.get("targets", {})
-    shown: list[str | NumberTable] = [
-        NumberTable(_RUNS, records(speeds), unit="the target" if targets else target)
-    ]
-    single = "".join(f", for {task} {percent(value, 'g')}" for task, value in targets.items())
-    shown += [f"The target is {target} training accuracy{single}."] if targets else []
-    shown += [NumberTable(_SEEDS, records(seeds))] if len(pairs) and seeds["seeds"].max() > 1 else []
-    headline = convergence_in_short(findings)
+    provenance = findings.measurements.provenance
+    runs = findings(arrivals)
+    pairs = findings(speed_dispersion_table)
+    seeds = findings(run_statistics)
+    speeds = runs.merge(pairs[["model", "low", "high", "ratio"]], how="left", on="model")
+    target = percent(provenance.get("target", TARGET), "g")
+    targets = provenance.get("targets", {})
+    shown: list[Shown] = [NumberTable(_RUNS, records(speeds), unit="the target" if targets else target)]
+    if targets:
+        single = "".join(f", for {task} {percent(value, 'g')}" for task, value in targets.items())
+        shown.append(f"The target is {target} training accuracy{single}.")
+    if len(pairs) and seeds["seeds"].max() > 1:
+        shown.append(NumberTable(_SEEDS, records(seeds)))
+    headline = convergence_claims(findings)
     return Answer(
         measured_glance(findings, findings.measurements[RUNS]),
         headline,
         tables={
-            "runs": found,
+            "runs": runs,
             "speed_ups": pairs,
             "over_seeds": seeds,
             "history": with_run_facts(findings, findings.measurements.history),
         },
-        results={run["model"]: {name: run[name] for name in _ARRIVAL} for run in records(found)},
+        results={run["model"]: {name: run[name] for name in _ARRIVAL} for run in records(runs)},
         more={
             "target": provenance.get("target"),
             "targets": targets,
-            "runs": records(found.drop(columns="setting")),
+            "runs": records(runs.drop(columns="setting")),
             "speed_ups": records(pairs),
             "over_seeds": records(seeds),
         },
-        shown=[*shown, *headline[max(MOST, found["group"].nunique()) :]],
+        shown=[*shown, *headline[max(MOST, runs["group"].nunique()) :]],
     )
 
 

@@ -31,7 +31,7 @@ from semdiag.measuring.findings.findings import (
 )
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
 from semdiag.measuring.words import count_of, counted, decimals, interval_words, span_words
-from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, percentile_csvs, top_words
+from semdiag.presenting.answer import Answer, Claim, Glance, Outcome, percentile_csvs, sampled_word, top_words
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.style import reference_words
 from semdiag.questions.dispersion.measure import INITIALISATION
@@ -71,14 +71,18 @@ class GateResult:
     @property
     def fault(self) -> str:
         """Return in words where it fails; empty if nowhere."""
-        known = [place for place in self.failed if place not in self.unknown]
         parts = []
-        for places, how, why in ((known, "fails", ""), (self.unknown, "cannot be judged", f", {NO_NUMBER}")):
-            where = ", ".join(map(str, places))
-            if self.judged != GATED:
-                where = f"the median of {len(places)} of {counted(len(self.judged), 'layer')} ({where})"
-            parts += [f"δ_h < δ_s {how} at {where}{why}"] if places else []
+        if failed := [place for place in self.failed if place not in self.unknown]:
+            parts.append(f"δ_h < δ_s fails at {self._places(failed)}")
+        if self.unknown:
+            parts.append(f"δ_h < δ_s cannot be judged at {self._places(self.unknown)}, {NO_NUMBER}")
         return "; ".join(parts)
+
+    def _places(self, places: Sequence[Any]) -> str:
+        words = ", ".join(map(str, places))
+        if self.judged == GATED:
+            return words
+        return f"the median of {len(places)} of {counted(len(self.judged), 'layer')} ({words})"
 
 
 def dispersion_gate(findings: Findings) -> list[GateResult]:
@@ -86,9 +90,9 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
     models = findings.measurements.models
     pairs, alone = find_pairs(models)
     for pair in pairs:
-        if others := rivals(models, pair):
+        if rival := next(iter(rivals(models, pair)), None):
             raise InputError(
-                f"{pair.full} and {others[0]} could both be the partner of {pair.other}, and differ: name one."
+                f"{pair.full} and {rival} could both be the partner of {pair.other}, and differ: name one."
             )
     if alone:
         raise InputError(
@@ -114,10 +118,10 @@ def gate_results(findings: Findings, pairs: Sequence[Pair]) -> list[GateResult]:
 
 def _nearest(models: pd.DataFrame, model: str) -> str:
     """In what the model differs from the one that comes nearest to being its partner; nothing if none does."""
-    own = models[models["model"] == model].iloc[0]
-    wanted = "topk" if own["attention"] == "full" else "full"
-    others = models[(models["attention"] == wanted) & (models["task"] == own["task"])]["model"]
-    differing = [(differences(models, Pair("", model, other)), other) for other in others]
+    row = models[models["model"] == model].iloc[0]
+    partner = "topk" if row["attention"] == "full" else "full"
+    candidates = models[(models["attention"] == partner) & (models["task"] == row["task"])]["model"]
+    differing = [(differences(models, Pair("", model, other)), other) for other in candidates]
     if not differing:
         return ""
     least, other = min(differing, key=lambda entry: len(entry[0]))
@@ -162,7 +166,9 @@ class PairComparison:
     @property
     def sentence(self) -> str:
         """Return the comparison in a sentence."""
-        full, topk, ratio = self.gate.full, self.gate.topk, self.ratio
+        full = self.gate.full
+        topk = self.gate.topk
+        ratio = self.ratio
         pair = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
         pair += self.gate.pair.label.removesuffix(f", {self.snapshot}")
         if self.gate.unknown:
@@ -179,9 +185,20 @@ class PairComparison:
         failed = ", ".join(f"{p} (δₕ {topk[p]:.3g}, δₛ {full[p]:.3g})" for p in self.gate.failed)
         return f"{pair}: δₕ is not below δₛ at {failed} ({medians})."
 
+    @property
+    def claim(self) -> Claim:
+        """Return the comparison as a claim on the ratio of its medians."""
+        verdict = Outcome.HOLDS if self.gate.passed else Outcome.DOES_NOT
+        if self.gate.unknown:
+            verdict = Outcome.OPEN
+        ratio = self.ratio
+        interval = (ratio.low, ratio.high)
+        return Claim("pair", self.sentence, self.gate.pair.label, ratio.estimate, "ratio", interval, verdict)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values."""
-        gate, ratio = self.gate, self.ratio
+        gate = self.gate
+        ratio = self.ratio
         return {
             "label": gate.pair.label, "snapshot": self.snapshot, "full": gate.pair.full, "topk": gate.pair.other,
             "dispersion_full": gate.full, "dispersion_topk": gate.topk, "passed": gate.passed,
@@ -199,9 +216,9 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     snapshots = dict(zip(measurements.models["model"], measurements.models["snapshot"], strict=True))
     comparisons = []
     for gate in gate_results(findings, pairs):
-        other, full = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
-        ratio = ratio_interval(other, full, resamples=RESAMPLES)
-        samples = min(other["sample"].nunique(), full["sample"].nunique())
+        sparse_rows, full_rows = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
+        ratio = ratio_interval(sparse_rows, full_rows, resamples=RESAMPLES)
+        samples = min(sparse_rows["sample"].nunique(), full_rows["sample"].nunique())
         comparisons.append(PairComparison(gate, ratio, snapshots[gate.pair.other], samples))
     return sorted(comparisons, key=lambda comparison: comparison.snapshot != "last")
 
@@ -217,8 +234,10 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
     for pair in find_pairs(findings.measurements.models, attention=None)[0]:
         common = sorted({*layers[pair.other]} & {*layers[pair.full]})
         for percentile, layer in product(RATIO_PERCENTILES, map(int, common)):
-            other, full = (findings(known_rows, model, "dispersion", layer) for model in (pair.other, pair.full))
-            interval = ratio_interval(other, full, percentile=percentile, resamples=resamples)
+            sparse_rows, full_rows = (
+                findings(known_rows, model, "dispersion", layer) for model in (pair.other, pair.full)
+            )
+            interval = ratio_interval(sparse_rows, full_rows, percentile=percentile, resamples=resamples)
             numbers = (interval.estimate, interval.low, interval.high)
             ratios.append((pair.other, pair.full, percentile, layer, *numbers))
     return pd.DataFrame(ratios, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
@@ -239,43 +258,60 @@ def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
 def dispersion_glance(findings: Findings) -> Glance:
     """Return in how many pairs the top-k model has the smaller dispersion; without pairs, the dispersion."""
     compared = findings(pair_comparisons)
-    untrained = [pair for pair in compared if pair.snapshot == "initialisation"]
-    trained = [pair for pair in compared if pair not in untrained]
-    pairs = [pair for pair in trained if pair.snapshot == "last"] or trained or untrained
-    if pairs:
-        judged = [pair for pair in pairs if not pair.gate.unknown]
-        if not judged:
-            words = "of a full and a top-k model have a finite dispersion δ on both sides"
-            return Glance(Outcome.OPEN, count_of(0, len(pairs), "pair"), words, claim=True)
-        passed = sum(pair.gate.passed for pair in judged)
-        outcome = Outcome.HOLDS if passed == len(judged) else Outcome.DOES_NOT
-        number = count_of(passed, len(judged), "pair")
-        words = f"in which the {top_words(findings)} model has the smaller dispersion δ at the 50th, 75th, 90th "
-        words += "and 95th percentile"
-        ratios = [pair.ratio.estimate for pair in judged if np.isfinite(pair.ratio.estimate)]
-        notes = [f"ratio of the medians {span_words(ratios, decimals)}"] if ratios else []
-        notes += [f"before training {before}"] if trained and (before := ratio_before(findings)) else []
-        words += f" ({'; '.join(notes)})" if notes else ""
-        words += "" if trained else "; they are not trained yet"
-        words += f"; {len(pairs) - len(judged)} more cannot be judged" if len(judged) < len(pairs) else ""
-        return Glance(outcome if trained else Outcome.OPEN, number, words, claim=True)
-    every = findings(pooled_percentiles, "dispersion").values()
-    known = [each for each in every if np.isfinite(each["p50"])]
-    if not known:
-        return Glance(Outcome.OPEN, f"0 of {counted(len(every), 'model')}", "have a finite dispersion δ")
-    queries = sum(int(each["queries"]) for each in known)
-    span = span_words([each["p50"] for each in known], "{:.3g}")
-    among = f"{counted(queries, 'query')}{drawn_word(findings)}"
-    words = f"is the median dispersion δ of {counted(len(known), 'model')} ({among})"
-    words += f"; for {len(every) - len(known)} more it is not a number" if len(known) < len(every) else ""
-    if external(findings.measurements.models).all():
-        ranges = reference_words("dispersion", findings.measurements.models["model"])
-        words += f"; in other trained models 90% of the heads have {ranges}"
-        return Glance(Outcome.MEASURED, f"{span} nats", words)
+    trained = [pair for pair in compared if pair.snapshot != "initialisation"]
+    last = [pair for pair in trained if pair.snapshot == "last"]
+    pairs = last or trained or compared
+    return _pairs_glance(findings, pairs, bool(trained)) if pairs else _span_glance(findings)
+
+
+def _pairs_glance(findings: Findings, pairs: Sequence[PairComparison], trained: bool) -> Glance:
+    judged = [pair for pair in pairs if not pair.gate.unknown]
+    if not judged:
+        words = "of a full and a top-k model have a finite dispersion δ on both sides"
+        return Glance(Outcome.OPEN, count_of(0, len(pairs), "pair"), words, of_paper=True)
+    passed = sum(pair.gate.passed for pair in judged)
+    outcome = Outcome.HOLDS if passed == len(judged) else Outcome.DOES_NOT
+    words = (
+        f"in which the {top_words(findings)} model has the smaller dispersion δ at the 50th, 75th, 90th "
+        "and 95th percentile"
+    )
+    notes = []
+    if ratios := [pair.ratio.estimate for pair in judged if np.isfinite(pair.ratio.estimate)]:
+        notes.append(f"ratio of the medians {span_words(ratios, decimals)}")
+    if trained and (before := ratio_before(findings)):
+        notes.append(f"before training {before}")
+    if notes:
+        words += f" ({'; '.join(notes)})"
+    if not trained:
+        outcome = Outcome.OPEN
+        words += "; they are not trained yet"
+    if len(judged) < len(pairs):
+        words += f"; {len(pairs) - len(judged)} more cannot be judged"
+    return Glance(outcome, count_of(passed, len(judged), "pair"), words, of_paper=True)
+
+
+def _span_glance(findings: Findings) -> Glance:
+    """Return the median dispersion of models of which none is paired."""
+    tables = findings(pooled_percentiles, "dispersion").values()
+    finite = [table for table in tables if np.isfinite(table["p50"])]
+    if not finite:
+        return Glance(Outcome.OPEN, f"0 of {counted(len(tables), 'model')}", "have a finite dispersion δ")
+    queries = counted(sum(int(table["queries"]) for table in finite), "query")
+    span = span_words([table["p50"] for table in finite], "{:.3g}")
+    words = f"is the median dispersion δ of {counted(len(finite), 'model')} ({queries}{sampled_word(findings)})"
+    if len(finite) < len(tables):
+        words += f"; for {len(tables) - len(finite)} more it is not a number"
+    models = findings.measurements.models
+    claim_id = SPAN if len(models) == 1 else ""
+    if external(models).all():
+        words += (
+            f"; in other trained models 90% of the heads have {reference_words('dispersion', models['model'])}"
+        )
+        return Glance(Outcome.MEASURED, f"{span} nats", words, claim_id=claim_id)
     why = "no pair of a full and a top-k model to compare"
     if in_part(findings):
         why = "only some queries were drawn or kept, but a verdict on pairs needs all of them"
-    return Glance(Outcome.OPEN, f"{span} nats", f"{words}; {why}")
+    return Glance(Outcome.OPEN, f"{span} nats", f"{words}; {why}", claim_id=claim_id)
 
 
 def before_training(findings: Findings) -> list[float]:
@@ -304,24 +340,30 @@ _NO_PAIR = (
 _NOT_JUDGED = "Pairs of models are not judged: a verdict needs every query, but only some were drawn or kept."
 
 
-def dispersion_in_short(findings: Findings) -> list[str]:
-    """Return sentences on δ_h < δ_s by pair, and on fixed masks; for external models, on each by itself."""
-    if external(findings.measurements.models).all():
-        return [span_sentence(findings, model) for model in findings.measurements.models["model"]]
-    sentences = [comparison.sentence for comparison in findings(pair_comparisons)]
-    ratios = [f"{pair.label} {ratio:.2g} times" for pair, ratio in findings(fixed_mask_ratios)]
-    fixed_masks = (
-        f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(ratios)} full attention's. "
-        "A smaller range is in part only a range over fewer keys."
-    )
-    if not sentences:
-        labels = model_labels(findings.measurements.models)
-        sentences = [span_sentence(findings, model, label) for model, label in labels.items()]
-        sentences += [_NOT_JUDGED if in_part(findings) else _NO_PAIR] if len(labels) > 1 else []
-    return [*_headline(findings), *sentences, *([fixed_masks] if ratios else []), *_recall_sentences(findings)]
+SPAN = "span"  # the claim about a model that is compared with no other
 
 
-def _headline(findings: Findings) -> list[str]:
+def dispersion_claims(findings: Findings) -> list[Claim]:
+    """Return claims on δ_h < δ_s by pair, and on fixed masks; for external models, on each by itself."""
+    models = findings.measurements.models
+    if external(models).all():
+        return [span_claim(findings, model) for model in models["model"]]
+    claims = [comparison.claim for comparison in findings(pair_comparisons)]
+    if not claims:
+        claims = [span_claim(findings, model, label) for model, label in model_labels(models).items()]
+        if len(claims) > 1:
+            claims.append(Claim("not-compared", _NOT_JUDGED if in_part(findings) else _NO_PAIR))
+    if ratios := [f"{pair.label} {ratio:.2g} times" for pair, ratio in findings(fixed_mask_ratios)]:
+        fixed_masks = (
+            f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(ratios)} full "
+            "attention's. A smaller range is in part only a range over fewer keys."
+        )
+        claims.append(Claim("fixed-masks", fixed_masks))
+    return [*_ratio_claims(findings), *claims, *_recall_claims(findings)]
+
+
+def _ratio_claims(findings: Findings) -> list[Claim]:
+    """Return the claim on the ratio of the medians after and before training; none without finite ratios."""
     pairs = [pair for pair in findings(pair_comparisons) if pair.snapshot == "last" and not pair.gate.unknown]
     ratios = [pair.ratio.estimate for pair in pairs]
     if not ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
@@ -330,46 +372,58 @@ def _headline(findings: Findings) -> list[str]:
     words = f"The median dispersion δ of top-k attention is {span_words(ratios, decimals)} of full attention's"
     words += f" ({count_of(passed, len(pairs), 'pair')} smaller at p50, p75, p90 and p95)"
     before = before_training(findings)
-    if len(before) != len(ratios):
-        return [f"{words}. How much of that the mask alone does is not known: no initialisation was measured."]
-    mask_shares = [
-        math.log(start) / math.log(end) if end < 1 else math.nan for start, end in zip(before, ratios, strict=True)
+    if len(before) == len(ratios):
+        words += f"; before training it is {ratio_before(findings)}{_mask_share_words(before, ratios)}."
+    else:
+        words += ". How much of that the mask alone does is not known: no initialisation was measured."
+    verdict = Outcome.HOLDS if passed == len(pairs) else Outcome.DOES_NOT
+    return [Claim("ratio", words, value=float(np.median(ratios)), unit="ratio", verdict=verdict)]
+
+
+def _mask_share_words(before: Sequence[float], after: Sequence[float]) -> str:
+    """Return whether the mask alone, or training, makes most of the ratios, on a logarithmic scale."""
+    shares = [
+        math.log(start) / math.log(end) if end < 1 else math.nan for start, end in zip(before, after, strict=True)
     ]
-    share = ": the mask alone does most of it" if all(part >= 0.5 for part in mask_shares) else ""
-    share = ": most of it was learned" if all(part < 0.5 for part in mask_shares) else share
-    return [f"{words}; before training it is {ratio_before(findings)}{share}."]
+    if all(share >= 0.5 for share in shares):
+        return ": the mask alone does most of it"
+    return ": most of it was learned" if all(share < 0.5 for share in shares) else ""
 
 
-def _recall_sentences(findings: Findings) -> list[str]:
-    measurements, sentences = findings.measurements, []
-    keys = measurements.queries.groupby("model")["keys"].max()
-    for row in measurements.models.to_dict("records"):
+def _recall_claims(findings: Findings) -> list[Claim]:
+    claims = []
+    keys = findings.measurements.queries.groupby("model")["keys"].max()
+    for row in findings.measurements.models.to_dict("records"):
         result = findings(dispersion_results)[row["model"]]
-        heads, pooled = [head["recall"] for head in result["layers"] if "recall" in head], result["all"]
+        pooled = result["all"]
+        heads = [head["recall"] for head in result["layers"] if "recall" in head]
         if heads:
-            sentences.append(
+            sentence = (
                 f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
                 f"{pooled['recall']:.0%} of its {row['k']} largest scores ({min(heads):.0%} to {max(heads):.0%} "
                 f"by head; {counted(row['k'], 'key')} at random would hold "
                 f"{min(1.0, row['k'] / keys[row['model']]):.0%}), and {pooled['without_keys']:.1%} of "
                 f"{counted(pooled['queries'], 'query')} keep no key."
             )
-    return sentences
+            claims.append(Claim("recall", sentence, row["model"], pooled["recall"], "share"))
+    return claims
 
 
-def span_sentence(findings: Findings, model: str, label: str = "") -> str:
-    """Return a sentence on the dispersion of a model that is compared with no other."""
+def span_claim(findings: Findings, model: str, label: str = "") -> Claim:
+    """Return the claim on the dispersion of a model that is compared with no other."""
     label = label or model
-    delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
+    delta = findings(pooled_percentiles, "dispersion")[model]
     if math.isnan(delta["p50"]):
-        return f"{label}: its dispersion is not a number."
-    attention = findings.measurements.models.set_index("model").loc[model, "attention"]
-    every = f"{keys['p50']:g} key{'s' * (keys['p50'] != 1)} at the median"
-    of = every if attention in DENSE else "the keys that it keeps"
-    return (
+        return Claim(SPAN, f"{label}: its dispersion is not a number.", model)
+    keys = "the keys that it keeps"
+    if findings.measurements.models.set_index("model").loc[model, "attention"] in DENSE:
+        median = findings(pooled_percentiles, "keys")[model]["p50"]
+        keys = f"{median:g} {'key' if median == 1 else 'keys'} at the median"
+    sentence = (
         f"{label}: the scores of a query span {delta['p50']:.3g} nats at the median and "
-        f"{delta['p95']:.3g} at the 95th percentile, over {of}."
+        f"{delta['p95']:.3g} at the 95th percentile, over {keys}."
     )
+    return Claim(SPAN, sentence, model, delta["p50"], "nats")
 
 
 def answer(findings: Findings) -> Answer:
@@ -380,7 +434,7 @@ def answer(findings: Findings) -> Answer:
         tables["dispersion_ratio"] = findings(layer_ratios)
     return Answer(
         dispersion_glance(findings),
-        dispersion_in_short(findings),
+        dispersion_claims(findings),
         tables=tables,
         results=results,
         shown=percentile_tables(findings, "dispersion", results),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,17 @@ from semdiag.measuring.words import (
     span_words,
     text,
 )
-from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, title, with_facts
+from semdiag.presenting.answer import (
+    Answer,
+    Claim,
+    Collapsible,
+    Glance,
+    Outcome,
+    Shown,
+    numbered_claims,
+    title,
+    with_facts,
+)
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.bounds.corollary import CLAIMS, JUDGED_PERCENTILES
@@ -39,7 +50,7 @@ from semdiag.questions.k_sweep.changes import (
     conditions_met,
     costs,
     failed_reruns,
-    failure_sentences,
+    failure_claims,
     harmless,
     judged_conditions,
     kind_of_unit,
@@ -47,6 +58,7 @@ from semdiag.questions.k_sweep.changes import (
     rounded,
     smallest_enough,
     smallest_from,
+    texts_of,
     tolerance_of,
     unit_of,
     units_of,
@@ -62,6 +74,35 @@ SCOPE = (
     "Within one model: its own scores, if each query kept only its k largest. A model trained with that k has "
     "other scores, so this does not compare trained models."
 )
+
+
+class Reason(StrEnum):
+    """What decides on top-k attention."""
+
+    HARMLESS = "from a sparse k on, the change is within the limit, and few inputs change by much more"
+    SOME_HARMED = "the mean change is within the limit, but too many inputs may change by much more"
+    NOTHING_SPARSE = "only masks of more than half of the keys were run"
+    NOT_FINITE = "some outputs are no finite numbers"
+    TOO_FEW_SAMPLES = "the limit is inside the interval of the change"
+    NEEDS_MORE_KEYS = "the change is above the limit up to half of the keys, and within it for a larger k"
+    COSTLY = "the change is above the limit for every k"
+    AT_CHANCE = "the model predicts no better than chance"
+    LIKE_RANDOM_KEYS = "as many random keys change as little"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What reruns with top-k masks say, without words."""
+
+    answer: Outcome
+    row: Row  # the run that decides
+    reason: Reason
+    needed: Row | None = None  # the smallest run within the limit, where that is not sparse
+
+    @property
+    def estimates_cost(self) -> bool:
+        """Return whether the change at the row's k says what its mask costs."""
+        return self.reason not in (Reason.AT_CHANCE, Reason.LIKE_RANDOM_KEYS)
 
 
 @dataclass(frozen=True)
@@ -95,27 +136,125 @@ class SparseVerdict:
 _OF_THE_ROW = "kept", "change", "low", "high", "before", "harmed", "harmed_high", "samples", "units", "chunk"
 
 
+def judgement_of(findings: Findings, model: str) -> Judgement | None:
+    """Judge the reruns of a model with top-k masks; None if no mask that drops keys was run."""
+    changes = rows_of_model(findings(change_table), model)
+    top = records(changes[(changes["mask"] == TOP_K) & (changes["kept"] < 1)].sort_values("k"))
+    if not top:
+        return None
+    measure = unit_of(findings, model).measure
+    limit = tolerance_of(findings, measure)
+    judgement = _judged_changes(top, limit, measure)
+    row = judgement.row
+    chance = math.log(row["classes"]) if measure == "loss" and row["classes"] > 1 else math.inf
+    if _CHANCE * chance <= row["before"] < math.inf:
+        return Judgement(Outcome.OPEN, row, Reason.AT_CHANCE)
+    control = records(changes[(changes["mask"] == RANDOM) & (changes["k"] == row["k"])])
+    if judgement.answer in (Outcome.OPEN, Outcome.PLAUSIBLE) and control and within(control[0], limit):
+        return Judgement(Outcome.OPEN, row, Reason.LIKE_RANDOM_KEYS)
+    return judgement
+
+
+def _judged_changes(top: Sequence[Row], limit: float, measure: str) -> Judgement:
+    """Judge the changes by masks of top-k, k in ascending order, against a limit."""
+    stays = smallest_from(top, lambda row: within(row, limit))
+    safe = smallest_from(top, lambda row: harmless(row, limit))
+    sparse = [row for row in top if row["kept"] <= MOST_KEYS]
+    last = sparse[-1] if sparse else top[-1]
+    if safe is not None and safe["kept"] <= MOST_KEYS:
+        return Judgement(Outcome.PLAUSIBLE, safe, Reason.HARMLESS)
+    if stays is not None and stays["kept"] <= MOST_KEYS:
+        return Judgement(Outcome.OPEN, stays, Reason.SOME_HARMED)
+    if stays is not None and not sparse:
+        return Judgement(Outcome.OPEN, stays, Reason.NOTHING_SPARSE)
+    for row in (top[-1], last):
+        if not math.isfinite(row["change"]):
+            return Judgement(Outcome.OPEN, row, Reason.NOT_FINITE)
+    if not costs(last, limit):
+        return Judgement(Outcome.OPEN, last, Reason.TOO_FEW_SAMPLES)
+    return _costly(top[-1], last, stays, limit, measure)
+
+
+def _costly(largest: Row, last_sparse: Row, stays: Row | None, limit: float, measure: str) -> Judgement:
+    """Judge changes that are above a limit at half of the keys: is any measured k enough?"""
+    answer = Outcome.COSTS if measure == "loss" else Outcome.CHANGES
+    if stays is not None:
+        return Judgement(answer, last_sparse, Reason.NEEDS_MORE_KEYS, stays)
+    return Judgement(answer, largest if costs(largest, limit) else last_sparse, Reason.COSTLY)
+
+
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     """Judge whether the k largest scores of each query suffice for a model."""
     sweep = rows_of_model(findings.measurements[K_SWEEP_TABLE], model)
     masses = sweep[(sweep["layer"] == ALL) & (sweep["quantity"] == "weight_kept")].set_index("k")
-    again = rows_of_model(findings(change_table), model)
-    top = records(again[(again["mask"] == TOP_K) & (again["kept"] < 1)].sort_values("k"))
-    if not top:
-        return _by_weight(findings, model, masses, ran=len(again) > 0)
+    judgement = findings(judgement_of, model)
+    if judgement is None:
+        return _by_weight(findings, model, masses, ran=len(rows_of_model(findings(change_table), model)) > 0)
     unit = unit_of(findings, model)
-    limit = tolerance_of(findings, unit.measure)
-    answer, row, words = _judged(top, again, limit, unit)
-    weight = _weight(masses, int(row["k"]))
-    known = answer == Outcome.PLAUSIBLE and "weight_kept" in weight
-    kept = f", keeps {percent(weight['weight_kept'], strict=True)} of the weight" if known else ""
-    estimated = words.startswith("k =") or answer != Outcome.OPEN
-    head = "" if answer == Outcome.OPEN and estimated else f"{answer}: "
+    row = judgement.row
     return SparseVerdict(
-        answer, f"{head}{words}{kept}.", int(row["k"]), unit.cost(row) if estimated else "", **weight,
-        measure=unit.measure, perplexity=unit.perplexity, tolerance=limit,
+        judgement.answer,
+        _verdict_sentence(findings, model, judgement, unit),
+        int(row["k"]),
+        unit.cost(row) if judgement.estimates_cost else "",
+        **_weight(masses, int(row["k"])),
+        measure=unit.measure,
+        perplexity=unit.perplexity,
+        tolerance=tolerance_of(findings, unit.measure),
         **{name: row[name] for name in _OF_THE_ROW},
-    )  # fmt: skip
+    )
+
+
+def _verdict_sentence(findings: Findings, model: str, judgement: Judgement, unit: Unit) -> str:
+    if judgement.reason == Reason.AT_CHANCE:
+        return f"{judgement.answer}: the model predicts no better than chance (untrained?)."
+    if judgement.reason == Reason.LIKE_RANDOM_KEYS:
+        return (
+            f"{judgement.answer}: as many random keys do as little harm: what is measured does not depend on the "
+            "attention."
+        )
+    words = f"k = {judgement.row['k']} {_cost_words(findings, model, judgement, unit)}."
+    if judgement.answer == Outcome.OPEN:
+        return words
+    even = "even " if judgement.reason == Reason.COSTLY else ""
+    return f"{judgement.answer}: {even}{words}"
+
+
+def _cost_words(findings: Findings, model: str, judgement: Judgement, unit: Unit) -> str:
+    """Return what the k of a judgement keeps and costs, and on what the answer rests."""
+    row = judgement.row
+    words = f"per query ({row['kept']:.0%} of the keys) {unit.cost(row)}"
+    if ground := _ground_words(judgement, tolerance_of(findings, unit.measure), unit):
+        words += f"; {ground}"
+    if judgement.answer == Outcome.PLAUSIBLE and not math.isnan(row["weight_kept"]):
+        words += f", keeps {percent(row['weight_kept'], strict=True)} of the weight"
+    return words
+
+
+def _ground_words(judgement: Judgement, limit: float, unit: Unit) -> str:
+    row = judgement.row
+    match judgement.reason:
+        case Reason.SOME_HARMED:
+            harmed = f"{round(row['harmed'] * row['units'])} of {units_of(row)}"
+            may = limit_of_share(row["harmed_high"], kind_of_unit(row))
+            words = f"{harmed} change by more than {unit.limit(HARM * limit, True)}, and {may}"
+            if row["chunk"] or row["units"] < LEAST_SAMPLES:
+                words += f": inconclusive with fewer than {counted(LEAST_SAMPLES, 'sample')}"
+            return words
+        case Reason.NOTHING_SPARSE:
+            return "no k of at most half of the keys was run"
+        case Reason.NOT_FINITE:
+            return "inconclusive: some outputs are no finite numbers"
+        case Reason.TOO_FEW_SAMPLES:
+            words = f"inconclusive against {unit.limit(limit)} with {units_of(row)}"
+            needed = _samples_needed(row, limit)
+            if needed and not row["chunk"]:
+                words += f"; about {needed:,} would decide"
+            return words
+        case Reason.NEEDS_MORE_KEYS if judgement.needed is not None:
+            share = f"{judgement.needed['kept']:.0%} of the keys"
+            return f"within {unit.limit(limit)} needs {judgement.needed['k']} ({share})"
+    return ""
 
 
 def _weight(masses: pd.DataFrame, k: int) -> dict[str, Any]:
@@ -148,52 +287,10 @@ def _by_weight(findings: Findings, model: str, masses: pd.DataFrame, ran: bool) 
     return SparseVerdict(Outcome.OPEN, sentence, k, **weight)
 
 
-def _judged(top: Sequence[Row], again: pd.DataFrame, limit: float, unit: Unit) -> tuple[Outcome, Row, str]:
-    """Return the answer of reruns, the row that decides, and the words of both; k in ascending order."""
-    stays = smallest_from(top, lambda row: within(row, limit))
-    safe = smallest_from(top, lambda row: harmless(row, limit))
-    sparse = [row for row in top if row["kept"] <= MOST_KEYS]
-    last = sparse[-1] if sparse else top[-1]
-    answer, row, more = Outcome.OPEN, last, ""
-    costly = Outcome.COSTS if unit.measure == "loss" else Outcome.CHANGES
-    if safe is not None and safe["kept"] <= MOST_KEYS:
-        answer, row = Outcome.PLAUSIBLE, safe
-    elif stays is not None and stays["kept"] <= MOST_KEYS:
-        row, many = stays, stays["units"]
-        more = f"{round(stays['harmed'] * many)} of {units_of(stays)} change by more than "
-        more += (
-            f"{unit.limit(HARM * limit, True)}, and {limit_of_share(stays['harmed_high'], kind_of_unit(stays))}"
-        )
-        if stays["chunk"] or many < LEAST_SAMPLES:
-            more += f": inconclusive with fewer than {counted(LEAST_SAMPLES, 'sample')}"
-    elif stays is not None and not sparse:
-        row, more = stays, "no k of at most half of the keys was run"
-    elif unknown := [each for each in (top[-1], last) if not math.isfinite(each["change"])]:
-        row, more = unknown[0], "inconclusive: some outputs are no finite numbers"
-    elif not costs(last, limit):
-        needed = _samples_needed(last, limit)
-        more = f"inconclusive against {unit.limit(limit)} with {units_of(last)}"
-        more += f"; about {needed:,} would decide" if needed and not last["chunk"] else ""
-    elif stays is not None:
-        answer = costly
-        more = f"within {unit.limit(limit)} needs {stays['k']} ({stays['kept']:.0%} of the keys)"
-    else:
-        answer, row = costly, top[-1] if costs(top[-1], limit) else last
-    chance = math.log(row["classes"]) if unit.measure == "loss" and row["classes"] > 1 else math.inf
-    if _CHANCE * chance <= row["before"] < math.inf:
-        return Outcome.OPEN, row, "the model predicts no better than chance (untrained?)"
-    control = records(again[(again["mask"] == RANDOM) & (again["k"] == row["k"])])
-    if answer != costly and control and within(control[0], limit):
-        why = "as many random keys do as little harm: what is measured does not depend on the attention"
-        return Outcome.OPEN, row, why
-    even = "even " * (answer == costly and not more)
-    words = f"{even}k = {row['k']} per query ({row['kept']:.0%} of the keys) {unit.cost(row)}"
-    return answer, row, words + f"; {more}" * bool(more)
-
-
 def _samples_needed(row: Row, limit: float) -> int | None:
     """Estimate how many samples decide whether a change is within a limit; None if that is unknown."""
-    half, distance = (row["high"] - row["low"]) / 2, abs(limit - row["change"])
+    half = (row["high"] - row["low"]) / 2
+    distance = abs(limit - row["change"])
     if not (half > 0 and distance > 0):
         return LEAST_SAMPLES if math.isnan(half) else None
     return max(LEAST_SAMPLES, math.ceil(float(row["units"]) * float(half / distance) ** 2))
@@ -201,26 +298,67 @@ def _samples_needed(row: Row, limit: float) -> int | None:
 
 def sparse_glance(findings: Findings) -> Glance:
     """Return whether sparse attention suffices: for one model its k, for several how many need how few keys."""
-    verdicts = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
-    if len(verdicts) == 1 and verdicts[0].cost:
-        (one,) = verdicts
-        number, (_, _, words) = f"k = {one.k}", one.sentence.rstrip(".").partition(f"k = {one.k} ")
-        return Glance(Outcome(one.answer), number, words)
-    judged = [each for each in verdicts if each.answer != Outcome.OPEN]
-    if not judged and failed_reruns(findings):
-        return Glance(Outcome.OPEN, "failed", "when it was run with masks")
-    if not judged and any(each.k is not None and not each.samples for each in verdicts):
-        run = "with masks; to measure what sparse attention costs: semdiag k-sweep MODEL --rerun"
-        return Glance(Outcome.OPEN, "not run", run)
-    if not judged:
-        return Glance(Outcome.OPEN, f"0 of {counted(len(verdicts), 'model')}", "can be judged")
-    plausible = [each for each in judged if each.answer == Outcome.PLAUSIBLE]
-    costly = Outcome.COSTS if all(each.measure == "loss" for each in judged) else Outcome.CHANGES
+    models = list(findings.measurements.models["model"])
+    verdicts = [findings(sparse_verdict, model) for model in models]
+    if len(models) == 1 and (judgement := findings(judgement_of, models[0])) and judgement.estimates_cost:
+        words = _cost_words(findings, models[0], judgement, unit_of(findings, models[0]))
+        return Glance(judgement.answer, f"k = {judgement.row['k']}", words, claim_id="verdict")
+    claim_id = "verdict" if len(models) > 1 else ""
+    judged = [verdict for verdict in verdicts if verdict.answer != Outcome.OPEN]
+    if judged:
+        return _counting_glance(judged, len(verdicts) - len(judged), claim_id)
+    number = f"0 of {counted(len(verdicts), 'model')}"
+    words = "can be judged"
+    if failed_reruns(findings):
+        number = "failed"
+        words = "when it was run with masks"
+    elif any(verdict.k is not None and not verdict.samples for verdict in verdicts):
+        number = "not run"
+        words = "with masks; to measure what sparse attention costs: semdiag k-sweep MODEL --rerun"
+    return Glance(Outcome.OPEN, number, words, claim_id=claim_id)
+
+
+def _counting_glance(judged: Sequence[SparseVerdict], unjudged: int, claim_id: str) -> Glance:
+    """Return how many of the judged models need at most half of their keys."""
+    plausible = [verdict for verdict in judged if verdict.answer == Outcome.PLAUSIBLE]
+    answer = Outcome.PLAUSIBLE
+    if len(plausible) < len(judged):
+        answer = Outcome.COSTS if all(verdict.measure == "loss" for verdict in judged) else Outcome.CHANGES
     words = "that were run with masks need at most half of their keys"
-    words += f" (k = {span_words([each.k for each in plausible if each.k], '{}')})" if plausible else ""
-    words += f"; {len(verdicts) - len(judged)} more cannot be judged" if len(judged) < len(verdicts) else ""
-    answer = Outcome.PLAUSIBLE if len(plausible) == len(judged) else costly
-    return Glance(answer, f"{len(plausible)} of {counted(len(judged), 'model')}", words)
+    if plausible:
+        words += f" (k = {span_words([verdict.k for verdict in plausible if verdict.k], '{}')})"
+    if unjudged:
+        words += f"; {unjudged} more cannot be judged"
+    return Glance(answer, f"{len(plausible)} of {counted(len(judged), 'model')}", words, claim_id=claim_id)
+
+
+def _headline(findings: Findings) -> list[Claim]:
+    """Return the verdict on one model with other kinds of masks, or how many of several need few keys."""
+    models = list(findings.measurements.models["model"])
+    if len(models) > 1:
+        glance = findings(sparse_glance)
+        sentence = f"Sparse attention, {glance.answer}: {glance.sentence}"
+        return [Claim("verdict", sentence, verdict=glance.answer)]
+    verdict = findings(sparse_verdict, models[0])
+    sentence = verdict.sentence
+    if verdict.answer != Outcome.OPEN or not verdict.cost:  # it does not begin with k, a symbol
+        sentence = f"{sentence[:1].upper()}{sentence[1:]}"
+    unit = unit_of(findings, models[0])
+    interval = (verdict.low, verdict.high)
+    claim = Claim("verdict", sentence, models[0], verdict.change, unit.measure, interval, verdict.answer)
+    return [claim, *numbered_claims("kinds", kinds_lines(findings, models[0]), models[0])]
+
+
+def _details(findings: Findings) -> list[Claim]:
+    """Return the grounds of each verdict; of several models the verdicts, too, which the headline only counts."""
+    labels = model_labels(findings.measurements.models)
+    details = []
+    for model, label in labels.items():
+        lines = verdict_lines(findings, model) if len(labels) > 1 else list(_grounds(findings, model))
+        if lines:
+            verdict = findings(sparse_verdict, model).answer
+            details.append(Claim("grounds", f"{label}: {' '.join(lines)}", model, verdict=verdict))
+    return details
 
 
 def verdict_lines(findings: Findings, model: str) -> list[str]:
@@ -230,7 +368,8 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
 
 def kinds_lines(findings: Findings, model: str) -> list[str]:
     """Return the changes by other kinds of sparse attention at the verdict's k, least first."""
-    verdict, again = findings(sparse_verdict, model), rows_of_model(findings(change_table), model)
+    verdict = findings(sparse_verdict, model)
+    again = rows_of_model(findings(change_table), model)
     if not verdict.samples or verdict.k is None:
         return []
     again = again[(again["k"] == verdict.k) & again["mask"].isin(KINDS)]
@@ -243,27 +382,11 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
 
 
 def _grounds(findings: Findings, model: str) -> Iterator[str]:
-    verdict, again = findings(sparse_verdict, model), rows_of_model(findings(change_table), model)
+    verdict = findings(sparse_verdict, model)
+    changes = rows_of_model(findings(change_table), model)
     yield from length_lines(findings, model)
     if verdict.samples:
-        unit, samples = unit_of(findings, model), counted(verdict.samples, "sample")
-        before = f"{rounded(verdict.before):.4g} nats" if math.isfinite(verdict.before) else "not a finite number"
-        without = f" Without a mask the loss is {before}." * (unit.measure == "loss")
-        yield (
-            f"Run with masks on {samples}.{without} A k is enough if the upper end of its interval, and of that "
-            f"of every larger k, is at most {unit.limit(verdict.tolerance, True)}, and at most {MOST_HARMED:.0%} "
-            f"of the inputs can change by more than {unit.limit(HARM * verdict.tolerance, True)}."
-        )
-        if (row := records(again)[0])["chunk"]:
-            yield (
-                f"Intervals are over {units_of(row)}, of {counted(row['chunk'], 'token')} or more: they are about "
-                f"more of {kind_of_unit(row).removeprefix('chunks of ')}, not about others, and too narrow where "
-                "neighbouring chunks are alike. No k is plausible by them."
-            )
-        unseen: dict[str, list[str]] = {}  # masks that changed no sample, by how many inputs they may change
-        for row in records(again[(again["seen"] == 0) & (again["mask"] != NO_MASK)]):
-            unseen.setdefault(unit.without_interval(row), []).append(_name(row, True))
-        yield from (f"With {', '.join(names)}: {words}." for words, names in unseen.items())
+        yield from _run_lines(verdict, changes, unit_of(findings, model))
     if len(findings.measurements[BUDGET_TABLE]):
         yield from _budget_lines(findings, model)
     if verdict.queries:
@@ -274,8 +397,8 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
         )
     facts = rows_of_model(findings.measurements.models, model).iloc[0]
     if facts["attention"] == "topk":
-        these = "everything is computed over the keys that it keeps" if len(again) else "these are its scores"
-        yield f"The model was trained with top-k attention, k = {facts['k']}: {these}."
+        subject = "everything is computed over the keys that it keeps" if len(changes) else "these are its scores"
+        yield f"The model was trained with top-k attention, k = {facts['k']}: {subject}."
     if model in sampled_models(findings):
         yield (
             "Queries were drawn: the weight kept is estimated from them, and the paper's conditions, which need "
@@ -284,12 +407,37 @@ def _grounds(findings: Findings, model: str) -> Iterator[str]:
     yield from _conditions_lines(findings, model, verdict.k)
 
 
+def _run_lines(verdict: SparseVerdict, changes: pd.DataFrame, unit: Unit) -> Iterator[str]:
+    """Yield on what a model was run, what counts as enough, and which masks changed nothing."""
+    words = f"Run with masks on {counted(verdict.samples, 'sample')}."
+    if unit.measure == "loss":
+        before = f"{rounded(verdict.before):.4g} nats" if math.isfinite(verdict.before) else "not a finite number"
+        words += f" Without a mask the loss is {before}."
+    yield (
+        f"{words} A k is enough if the upper end of its interval, and of that "
+        f"of every larger k, is at most {unit.limit(verdict.tolerance, True)}, and at most {MOST_HARMED:.0%} "
+        f"of the inputs can change by more than {unit.limit(HARM * verdict.tolerance, True)}."
+    )
+    first = records(changes)[0]
+    if first["chunk"]:
+        yield (
+            f"Intervals are over {units_of(first)}, of {counted(first['chunk'], 'token')} or more: they are about "
+            f"more of {texts_of(first)}, not about others, and too narrow where "
+            "neighbouring chunks are alike. No k is plausible by them."
+        )
+    unchanged: dict[str, list[str]] = {}  # masks that changed no sample, by how many inputs they may change
+    for row in records(changes[(changes["seen"] == 0) & (changes["mask"] != NO_MASK)]):
+        unchanged.setdefault(unit.without_interval(row), []).append(_mask_name(row, True))
+    yield from (f"With {', '.join(names)}: {words}." for words, names in unchanged.items())
+
+
 def length_lines(findings: Findings, model: str) -> Iterator[str]:
     """Yield sentences on the k that each kind of mask needs at each length of texts."""
     if rows_of_model(findings(length_table), model).empty:
         return
     unit = unit_of(findings, model)
-    needed, limit = findings(smallest_enough, model), unit.limit(tolerance_of(findings, unit.measure))
+    needed = findings(smallest_enough, model)
+    limit = unit.limit(tolerance_of(findings, unit.measure))
     for mask, rows in needed[needed["mask"] != RANDOM].groupby("mask", sort=False):
         each = ", ".join(f"{needed_words(row)} at {counted(row['length'], 'token')}" for row in records(rows))
         yield f"Smallest k of {mask} from which on {unit.what} changes by at most {limit} on average: {each}."
@@ -305,42 +453,49 @@ def needed_words(row: Row) -> str:
 
 
 def _conditions_lines(findings: Findings, model: str, k: int | None) -> Iterator[str]:
-    met, what = conditions_met(findings, model), "The paper's conditions of Corollary 1"
+    met = conditions_met(findings, model)
     if not met:
         return
-    best, cases = max(met, key=lambda each: met[each]), f"{len(CLAIMS) * len(JUDGED_PERCENTILES)} cases"
-    cases += " (W and X at p75, p90 and p95)"
+    conditions = "The paper's conditions of Corollary 1"
+    best = max(met, key=lambda each: met[each])
+    cases = f"{len(CLAIMS) * len(JUDGED_PERCENTILES)} cases (W and X at p75, p90 and p95)"
     if not np.isfinite(judged_conditions(findings, model)["left_side"]).any():
-        yield f"{what} have no value at any k: what they divide by, δ_s or Δ_h(k), is 0."
+        yield f"{conditions} have no value at any k: what they divide by, δ_s or Δ_h(k), is 0."
     elif not met[best]:
-        yield f"{what} are met by no measured k in any of {cases}."
+        yield f"{conditions} are met by no measured k in any of {cases}."
     elif k in met:
-        yield f"{what} are met by k = {k} in {met[k]} of {cases}; most often by k = {best}, in {met[best]}."
+        yield f"{conditions} are met by k = {k} in {met[k]} of {cases}; most often by k = {best}, in {met[best]}."
     else:
-        yield f"{what} are met most often by k = {best}, in {met[best]} of {cases}."
+        yield f"{conditions} are met most often by k = {best}, in {met[best]} of {cases}."
 
 
-_HELD = {True: "within", False: "not within", None: "inconclusive against"}
+_LIMIT_WORDS = {True: "within", False: "not within", None: "inconclusive against"}
 
 
 def _budget_lines(findings: Findings, model: str) -> Iterator[str]:
-    content, again = findings(budget_content, model), rows_of_model(findings(change_table), model)
-    rows = {row["mask"]: row for row in records(again)}
-    sentences, first, last = [], 0, 0
+    content = findings(budget_content, model)
+    rows = {row["mask"]: row for row in records(rows_of_model(findings(change_table), model))}
+    parts = []
+    samples = [0, 0]
     for name, budget in content["budgets"].items():
         tested = budget["tested"]
-        (first, last), unit = tested["samples"], Unit(tested["measure"])
-        held = f", {_HELD[tested['holds']]} {unit.limit(content['tolerance'])}" * math.isfinite(tested["change"])
-        share = percent(budget["share"], ".0f", strict=True)
-        sentences.append(f"{name} keeps {share} of the keys and {unit.cost(rows[name])}{held}")
-    if sentences:
+        samples = tested["samples"]
+        unit = Unit(tested["measure"])
+        words = (
+            f"{name} keeps {percent(budget['share'], '.0f', strict=True)} of the keys and {unit.cost(rows[name])}"
+        )
+        if math.isfinite(tested["change"]):
+            words += f", {_LIMIT_WORDS[tested['holds']]} {unit.limit(content['tolerance'])}"
+        parts.append(words)
+    if parts:
         yield (
-            f"Budgets, chosen on samples 0 to {first - 1} and run on {first} to {last}, which had no part in the "
-            f"choice: {'; '.join(sentences)}."
+            f"Budgets, chosen on samples 0 to {samples[0] - 1} and run on {samples[0]} to {samples[1]}, which had "
+            f"no part in the choice: {'; '.join(parts)}."
         )
 
 
-_EVERY_UP_TO, _STEP = 8, 4  # every k up to 8, then every fourth; the CSV has all
+_EVERY_UP_TO = 8  # every k up to this one is shown, then every fourth; the CSV has all
+_STEP = 4
 _NO_STREAM = (
     "Δ stream is left out: through which matrix a head writes into the stream is known for certain of models that "
     "semdiag trained, run unchanged with the keys that they keep."
@@ -362,7 +517,8 @@ def _harmed(share: Value, high: Value) -> str:
 
 def _interval(row: Summary) -> str:
     """Return the interval of a change, or in a few words why there is none."""
-    low, high = number_from_json(row["low"]), number_from_json(row["high"])
+    low = number_from_json(row["low"])
+    high = number_from_json(row["high"])
     if math.isfinite(low) and math.isfinite(high):
         return interval(rounded(low), rounded(high), between=" to ")
     return "none seen" if row["seen"] == 0 else "all alike" if all_alike(row) else "none"
@@ -392,39 +548,38 @@ _SWEEP = (
 def answer(findings: Findings) -> Answer:
     """Return whether sparse attention is enough, what masks change, and what every k would keep."""
     measurements = findings.measurements
-    models, labels = [*measurements.models["model"]], model_labels(measurements.models)
-    results: dict[str, Summary] = {}
-    shown: list[str | NumberTable | Folded] = []
-    for model in models:
-        results[model] = result = _result(findings, model)
-        verdict = [findings(sparse_verdict, model).sentence, *kinds_lines(findings, model)]
-        shown += [f"{title(findings, model)}: within this model, by k", *(verdict if len(models) > 1 else ())]
-        shown += [_rerun_table(result["rerun"]), *_unknown(result["rerun"])] if result["rerun"] else []
-        shown += _grounds(findings, model)
-        shown += [_every_k(result)] if result["sweep"] else []
+    models = list(measurements.models["model"])
+    results = {model: _result(findings, model) for model in models}
+    shown = [part for model in models for part in _shown(findings, model, results[model], len(models) > 1)]
     sweep = measurements[K_SWEEP_TABLE]
     tables = {"k_sweep": sweep[sweep["layer"] == ALL], "k_sweep_conditions": findings(condition_table)}
-    tables |= {"k_sweep_rerun": findings(change_table), "k_sweep_lengths": findings(length_table)}
-    glance = findings(sparse_glance)
-    headline = [f"Sparse attention, {glance.answer}: {glance.number} {glance.words}."]
-    if len(models) == 1:
-        sentence = findings(sparse_verdict, models[0]).sentence
-        first = sentence[:1] if sentence.startswith("k =") else sentence[:1].upper()
-        headline = [first + sentence[1:], *kinds_lines(findings, models[0])]
+    for name, table in (("k_sweep_rerun", findings(change_table)), ("k_sweep_lengths", findings(length_table))):
+        if len(table):
+            tables[name] = table
     return Answer(
-        glance,
-        [*failure_sentences(findings), *headline],
-        [f"{label}: {' '.join(verdict_lines(findings, model))}" for model, label in labels.items()],
-        tables={
-            name: _swept(findings, table)
-            for name, table in tables.items()
-            if len(table) or name in ("k_sweep", "k_sweep_conditions")
-        },
+        findings(sparse_glance),
+        [*failure_claims(findings), *_headline(findings)],
+        _details(findings),
+        tables={name: _swept(findings, table) for name, table in tables.items()},
         tables_alone={"k_sweep": _swept(findings, sweep)},
         results=results,
         more={"scope": SCOPE},
         shown=[*shown, SCOPE],
     )
+
+
+def _shown(findings: Findings, model: str, result: Summary, several: bool) -> Iterator[Shown]:
+    """Yield the lines and tables about a model on the terminal; the verdict only if nothing before says it."""
+    yield f"{title(findings, model)}: within this model, by k"
+    if several:
+        yield findings(sparse_verdict, model).sentence
+        yield from kinds_lines(findings, model)
+    if result["rerun"]:
+        yield _rerun_table(result["rerun"])
+        yield from _unknown(result["rerun"])
+    yield from _grounds(findings, model)
+    if result["sweep"]:
+        yield _every_k(result)
 
 
 def _swept(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
@@ -453,7 +608,7 @@ def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
     shown = [row for row in rows if row["mask"] not in (NO_MASK, "" if several else RANDOM)]
     rows = [
         {
-            **row, "name": _name(row, several), "random": control.get(row["k"]),
+            **row, "name": _mask_name(row, several), "random": control.get(row["k"]),
             "growth": row["change"] if measure == "loss" else None,
         }
         for row in shown
@@ -464,43 +619,59 @@ def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
 def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
     top = [row for row in rows if row["mask"] == TOP_K and math.isnan(row["weight_kept"])]
     above = [row["k"] for row in top if row["kept"] < 1]
-    kept = [row["k"] for row in top if row["kept"] == 1]
+    keeping_all = [row["k"] for row in top if row["kept"] == 1]
     if above:
         yield f"Weight and Δ head of k = {', '.join(map(str, above))} are unknown: the sweep ends below (--max-k)."
-    if kept:
-        yield f"No query has more keys than k = {', '.join(map(str, kept))}: nothing is dropped."
+    if keeping_all:
+        yield f"No query has more keys than k = {', '.join(map(str, keeping_all))}: nothing is dropped."
     masks = {row["mask"] for row in rows}
     if TOP_K in masks and masks - {NO_MASK, TOP_K, RANDOM}:
         yield "Weight and Δ head are those of topk alone."
 
 
-def _name(row: Row, several: bool) -> str:
+def _mask_name(row: Row, several: bool) -> str:
     if row["k"] < 0:
         return str(row["mask"])
-    return f"{row['mask']} {row['k']}{'%' * (row['mask'] == 'topp')}" if several else f"k = {row['k']}"
+    if not several:
+        return f"k = {row['k']}"
+    unit = "%" if row["mask"] == "topp" else ""
+    return f"{row['mask']} {row['k']}{unit}"
 
 
-def _every_k(result: Summary) -> Folded:
-    """Return a row a k, what it would keep, and notes on what is missing; folded: how many k were measured."""
-    rows: dict[int, Summary] = {}
-    for one in result["sweep"]:
-        if one["layer"] == ALL:
-            rows.setdefault(one["k"], {"k": one["k"]})[one["quantity"]] = one
-    rows = {k: rows[k] for k in sorted(rows) if "weight_kept" in rows[k]}
+def _every_k(result: Summary) -> Collapsible:
+    """Return a row a k, what it would keep, and notes on what is missing; collapsed: how many k were measured."""
+    rows = _pooled_by_k(result["sweep"])
     always = {result["verdict"]["k"], max(rows)}
     shown = [row for k, row in rows.items() if k <= _EVERY_UP_TO or k % _STEP == 0 or k in always]
-    for row in shown:
-        for name in "WX":
-            met = [
-                one["met"] for one in result["conditions"]
-                if (one["k"], one["parameter"]) == (row["k"], name) and one["percentile"] in JUDGED_PERCENTILES
-            ]  # fmt: skip
-            row[name] = f"{sum(met)} of {len(met)}" if met else None
-    names = {column.name.partition(".")[0] for column in _SWEEP}
+    empty = dict.fromkeys(column.name.partition(".")[0] for column in _SWEEP)
+    table = NumberTable(_SWEEP, [empty | row | _conditions_of(result, row["k"]) for row in shown])
+    notes = []
     without = [str(row["k"]) for row in shown if "head_change" not in row]
-    notes = [f"Δ head was not computed at k = {', '.join(without)}."] if 0 < len(without) < len(shown) else []
-    notes += [] if any(one["quantity"] == "stream_change" for one in result["sweep"]) else [_NO_STREAM]
-    table = NumberTable(_SWEEP, [dict.fromkeys(names) | row for row in shown])
-    return Folded(
-        [f"Weight, δ(k), Δ(k), load and ξ of {len(rows)} k were measured: --all shows them."], [table, *notes]
-    )
+    if 0 < len(without) < len(shown):
+        notes.append(f"Δ head was not computed at k = {', '.join(without)}.")
+    if not any(entry["quantity"] == "stream_change" for entry in result["sweep"]):
+        notes.append(_NO_STREAM)
+    hidden = f"Weight, δ(k), Δ(k), load and ξ of {len(rows)} k were measured: --all shows them."
+    return Collapsible([hidden], [table, *notes])
+
+
+def _pooled_by_k(sweep: Sequence[Summary]) -> dict[int, Summary]:
+    """Return the quantities of all layers together by k, where the weight that it keeps is known."""
+    rows: dict[int, Summary] = {}
+    for entry in sweep:
+        if entry["layer"] == ALL:
+            rows.setdefault(entry["k"], {"k": entry["k"]})[entry["quantity"]] = entry
+    return {k: rows[k] for k in sorted(rows) if "weight_kept" in rows[k]}
+
+
+def _conditions_of(result: Summary, k: int) -> dict[str, str | None]:
+    """Return in how many of its judged cases a k meets each of the paper's conditions; None if in none judged."""
+    cells: dict[str, str | None] = {}
+    for parameter in "WX":
+        met = [
+            entry["met"]
+            for entry in result["conditions"]
+            if (entry["k"], entry["parameter"]) == (k, parameter) and entry["percentile"] in JUDGED_PERCENTILES
+        ]
+        cells[parameter] = f"{sum(met)} of {len(met)}" if met else None
+    return cells

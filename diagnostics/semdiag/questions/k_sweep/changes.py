@@ -18,6 +18,7 @@ from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.table import ALL, rows_of_model
 from semdiag.measuring.words import FEWEST, counted, interval_words, limit_of_share, number
+from semdiag.presenting.answer import Claim, Outcome
 from semdiag.questions.bounds.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
 from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, KINDS, TOP_K
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
@@ -50,30 +51,39 @@ def change_table(findings: Findings) -> pd.DataFrame:
         measure = measure_of(again)
         limit = tolerance_of(findings, measure)
         for place, rows_of_mask in again.groupby(["mask", "k"], sort=False):
-            (mask, k), own = cast("tuple[str, int]", place), rows_of_mask.set_index(UNITS)
-            before = base.loc[own.index]
-            samples, chunk = own.index.get_level_values(0).nunique(), int(own["chunk"].max())
+            (mask, k), rows_with_mask = cast("tuple[str, int]", place), rows_of_mask.set_index(UNITS)
+            before = base.loc[rows_with_mask.index]
+            samples = rows_with_mask.index.get_level_values(0).nunique()
+            chunk = int(rows_with_mask["chunk"].max())
             row: dict[str, Any] = {"model": model, "mask": mask, "k": int(k), "samples": samples}
-            row |= {"units": len(own), "chunk": chunk, "measure": measure, "classes": int(own["classes"].max())}
+            row |= {
+                "units": len(rows_with_mask),
+                "chunk": chunk,
+                "measure": measure,
+                "classes": int(rows_with_mask["classes"].max()),
+            }
             row["before"] = _ratio(before["loss"], before["targets"])
-            sums, counts = unit_changes(measure, own, base)
+            sums, counts = unit_changes(measure, rows_with_mask, base)
             row |= _interval(sums, counts, limit) | {"tolerance": limit} | _shares(sums, counts, limit)
             for name, share in (("divergence", False), ("changed", True)):
-                values = own[name].to_numpy(np.float64), own["predictions"].to_numpy(np.float64)
+                values = (
+                    rows_with_mask[name].to_numpy(np.float64),
+                    rows_with_mask["predictions"].to_numpy(np.float64),
+                )
                 row |= sum_ratio_interval(*values, share=share).columns(name)
-            row["accuracy"] = _ratio(own["correct"], own["targets"])
+            row["accuracy"] = _ratio(rows_with_mask["correct"], rows_with_mask["targets"])
             for name in _OF_THE_SWEEP:
-                known = mask == TOP_K and (name, k) in means.index
-                row[name] = float(means[name, k]) if known else math.nan
-            rows.append(row | {"kept": _ratio(own["kept"], own["keys"])})
+                measured = mask == TOP_K and (name, k) in means.index
+                row[name] = float(means[name, k]) if measured else math.nan
+            rows.append(row | {"kept": _ratio(rows_with_mask["kept"], rows_with_mask["keys"])})
     return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["model", "mask", "k", "kept"])
 
 
 def change_interval(sums: Numbers, counts: Numbers, tolerance: float) -> Interval:
     """Return a mean change; no interval where all units change alike, or none by a tenth of the tolerance."""
     interval = sum_ratio_interval(sums, counts).if_varied()
-    seen = _seen(sums[counts > 0] / counts[counts > 0], tolerance).any()
-    return interval if seen else Interval(interval.estimate, math.nan, math.nan)
+    varies = _seen(sums[counts > 0] / counts[counts > 0], tolerance).any()
+    return interval if varies else Interval(interval.estimate, math.nan, math.nan)
 
 
 def _interval(sums: Numbers, counts: Numbers, tolerance: float) -> dict[str, float]:
@@ -96,7 +106,8 @@ def _shares(sums: Numbers, counts: Numbers, tolerance: float) -> dict[str, float
 
 def share_below(name: str, some: NDArray[np.bool_]) -> dict[str, float]:
     """Return a share under a name, and as ``name_high`` its one-sided 95% limit for unseen inputs."""
-    n, above = len(some), int(some.sum())
+    n = len(some)
+    above = int(some.sum())
     if not n:
         return {name: math.nan, f"{name}_high": math.nan}
     high = 1.0 if above == n else float(scipy.stats.beta.ppf(0.95, above + 1, n - above))
@@ -147,30 +158,31 @@ def length_table(findings: Findings) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for place, again in findings.measurements[LENGTHS_TABLE].groupby(["model", "length"], sort=False):
         measure = measure_of(again)
-        unit, limit = "targets" if measure == "loss" else "predictions", tolerance_of(findings, measure)
+        unit = "targets" if measure == "loss" else "predictions"
+        limit = tolerance_of(findings, measure)
         sums = again.groupby(["mask", "k", "sample"])[[measure, unit, "kept", "keys"]].sum()
         before = sums.loc[NO_MASK].droplevel("k")[measure]
         for mask, k in dict.fromkeys((mask, k) for mask, k, _ in sums.drop(NO_MASK).index):
-            own = sums.loc[mask, k]
-            change = (own[measure] - before[own.index]).to_numpy(np.float64)
+            sums_of_mask = sums.loc[mask, k]
+            change = (sums_of_mask[measure] - before[sums_of_mask.index]).to_numpy(np.float64)
             row = dict(zip(("model", "length"), cast("tuple[str, int]", place), strict=True))
-            row |= {"mask": mask, "k": int(k), "samples": len(own), "measure": measure}
-            row |= _interval(change, own[unit].to_numpy(np.float64), limit)
-            rows.append(row | {"kept": _ratio(own["kept"], own["keys"])})
+            row |= {"mask": mask, "k": int(k), "samples": len(sums_of_mask), "measure": measure}
+            row |= _interval(change, sums_of_mask[unit].to_numpy(np.float64), limit)
+            rows.append(row | {"kept": _ratio(sums_of_mask["kept"], sums_of_mask["keys"])})
     order = ["model", "length", "mask", "k", "samples", "measure", "change", "low", "high", "kept"]
     return pd.DataFrame(rows, columns=order)
 
 
 def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
     """By length and kind of mask the smallest k that was run from which on the mean change is tolerated."""
-    own = rows_of_model(findings(length_table), model)
-    own = own[own["mask"].isin(KINDS)]
+    table = rows_of_model(findings(length_table), model)
+    table = table[table["mask"].isin(KINDS)]
     rows = []
-    for place, these in own.groupby(["length", "mask"], sort=False):
+    for place, these in table.groupby(["length", "mask"], sort=False):
         length, mask = cast("tuple[int, str]", place)
         small = these["change"] <= tolerance_of(findings, str(these["measure"].iloc[0]))
-        found = smallest_from(records(these.assign(small=small)), itemgetter("small"))
-        k, kept = (None, math.nan) if found is None else (found["k"], found["kept"])
+        smallest = smallest_from(records(these.assign(small=small)), itemgetter("small"))
+        k, kept = (None, math.nan) if smallest is None else (smallest["k"], smallest["kept"])
         rows.append({"length": length, "mask": mask, "k": k, "kept": kept, "largest": int(these["k"].max())})
     return pd.DataFrame(rows, columns=["length", "mask", "k", "kept", "largest"]).astype({"k": "Int64"})
 
@@ -178,14 +190,15 @@ def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
 def condition_table(findings: Findings) -> pd.DataFrame:
     """Return both conditions of Corollary 1 within each model, for every k, at matching percentiles."""
     rows = []
-    for model, own in findings.measurements[K_SWEEP_TABLE].groupby("model", sort=False):
-        pooled = {(str(row["quantity"]), row["k"]): row for row in records(own[own["layer"] == ALL])}
+    for model, sweep in findings.measurements[K_SWEEP_TABLE].groupby("model", sort=False):
+        pooled = {(str(row["quantity"]), row["k"]): row for row in records(sweep[sweep["layer"] == ALL])}
         if ("dispersion", 0) not in pooled or model in sampled_models(findings):
             continue
         full = _cuts(pooled["dispersion", 0])
         rounding = separation_rounding(findings.measurements, str(model), float(full[-1]))
-        for k in sorted(own.loc[own["quantity"] == "separation", "k"].unique()):
-            delta, load = _cuts(pooled["dispersion", k]), _cuts(pooled["load", k]) / int(k)
+        for k in sorted(sweep.loc[sweep["quantity"] == "separation", "k"].unique()):
+            delta = _cuts(pooled["dispersion", k])
+            load = _cuts(pooled["load", k]) / int(k)
             gap = _cuts(pooled["separation", k], mirrored=True)
             gap = torch.where(gap.isnan(), torch.inf, gap.where(gap.abs() > rounding, 0.0))
             sides = {
@@ -228,7 +241,8 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
     for name, rows in rows_of_model(measurements[BUDGET_TABLE], model).groupby("budget", sort=False):
         tested = records(again[again["mask"] == name])[0]
         samples = measurements[RERUN_TABLE].query("model == @model and mask == @name")["sample"]
-        first, last = int(samples.min()), int(samples.max())
+        first = int(samples.min())
+        last = int(samples.max())
         budgets[str(name)] = {
             "block": int(rows["block"].iloc[0]),
             "total": int(rows["k"].sum()),
@@ -268,9 +282,12 @@ def failed_reruns(findings: Findings) -> dict[str, str]:
     return {str(row["model"]): str(row["text"]) for row in records(failed)}
 
 
-def failure_sentences(findings: Findings) -> list[str]:
-    """Return a sentence on each run with masks that failed: where there is one, it comes before all else."""
-    return [f"{model} was {why}." for model, why in failed_reruns(findings).items()]
+def failure_claims(findings: Findings) -> list[Claim]:
+    """Return a claim on each run with masks that failed: where there is one, it comes before all else."""
+    return [
+        Claim(RERUN_FAILED, f"{model} was {why}.", model, verdict=Outcome.OPEN)
+        for model, why in failed_reruns(findings).items()
+    ]
 
 
 ROUNDING = 5e-5  # anything smaller may be rounding: nats, or relative
@@ -324,8 +341,8 @@ class Unit:
     def cost(self, row: Row) -> str:
         """Return what a mask costs, and how sure that is: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)"."""
         low, change, high = (float(row[name]) for name in ("low", "change", "high"))
-        known = math.isfinite(low)
-        if self.perplexity and _DOUBLED < change < math.inf and known:
+        has_interval = math.isfinite(low)
+        if self.perplexity and _DOUBLED < change < math.inf and has_interval:
             low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
             ends = interval_words(low, high, number) + over_chunks(row)
             return f"multiplies perplexity by {number(change)} ({ends})"
@@ -337,13 +354,13 @@ class Unit:
 
         ends = f"95% interval {said(low, False)} to {said(high, self.perplexity)}{over_chunks(row)}"
         words = (cost if costs else other).format(said(change, True))
-        return f"{words} ({ends if known else self.without_interval(row)})"
+        return f"{words} ({ends if has_interval else self.without_interval(row)})"
 
     def without_interval(self, row: Row) -> str:
         """Return what is known of a mean change that has no interval."""
         if row["seen"] == 0:
-            seen = f"0 of {units_of(row)} changed by more than {self.limit(SEEN * row['tolerance'])}"
-            return f"{seen}; {limit_of_share(row['seen_high'], kind_of_unit(row))}"
+            words = f"0 of {units_of(row)} changed by more than {self.limit(SEEN * row['tolerance'])}"
+            return f"{words}; {limit_of_share(row['seen_high'], kind_of_unit(row))}"
         return "all samples alike" if all_alike(row) else "no interval"
 
 
@@ -359,15 +376,19 @@ def all_alike(row: Row) -> bool:
 
 def units_of(row: Row) -> str:
     """Return what an interval is over: "24 samples", "32 chunks of these 2 texts"."""
-    thing = "chunk" if row["chunk"] else "sample"
-    return counted(row["units"], thing) + kind_of_unit(row).removeprefix("chunks").removeprefix("inputs")
+    if not row["chunk"]:
+        return counted(row["units"], "sample")
+    return f"{counted(row['units'], 'chunk')} of {texts_of(row)}"
 
 
 def kind_of_unit(row: Row) -> str:
     """Return what a share is of: "inputs", "chunks of this text", "chunks of these 2 texts"."""
-    if not row["chunk"]:
-        return "inputs"
-    return "chunks of this text" if row["samples"] == 1 else f"chunks of these {row['samples']} texts"
+    return f"chunks of {texts_of(row)}" if row["chunk"] else "inputs"
+
+
+def texts_of(row: Row) -> str:
+    """Return the texts that were cut into chunks: "this text", "these 2 texts"."""
+    return "this text" if row["samples"] == 1 else f"these {row['samples']} texts"
 
 
 def over_chunks(row: Row) -> str:
@@ -378,10 +399,10 @@ def over_chunks(row: Row) -> str:
 def unit_of(findings: Findings, model: str) -> Unit:
     """Return in what a model's changes are written: in perplexity where it predicts next tokens."""
     measurements = findings.measurements
-    own = rows_of_model(measurements[RERUN_TABLE], model)
-    measure = measure_of(own)
-    if own.empty:  # its texts alone were cut into lengths
+    rows = rows_of_model(measurements[RERUN_TABLE], model)
+    measure = measure_of(rows)
+    if rows.empty:  # its texts alone were cut into lengths
         measure = "loss" if rows_of_model(measurements[LENGTHS_TABLE], model)["targets"].sum() else "divergence"
     causal = rows_of_model(measurements.models, model)["attention"].iloc[0] == "causal"
-    targets = own.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(own) else 2
+    targets = rows.groupby(["mask", "k", "sample"])["targets"].sum().max() if len(rows) else 2
     return Unit(measure, bool(measure == "loss" and causal and targets > 1))

@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.table import rows_of_model
 from semdiag.measuring.words import counted
-from semdiag.presenting.answer import heading
+from semdiag.presenting.answer import heading, sentences_of
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends, short_labels
 from semdiag.presenting.drawing.style import (
     FAINT,
@@ -28,7 +28,7 @@ from semdiag.questions.k_sweep.budgets import KINDS, OF_ENGINES, RANDOM
 from semdiag.questions.k_sweep.changes import (
     Unit,
     change_table,
-    failure_sentences,
+    failure_claims,
     kind_of_unit,
     length_table,
     over_chunks,
@@ -57,7 +57,7 @@ def cost(findings: Findings) -> Figure:
     models = [model for model in labels if model in set(table["model"])]
     if not models:
         unasked = "No model was run with masks. To do so: semdiag k-sweep MODEL."
-        raise NothingToDrawError(" ".join(failure_sentences(findings)) or unasked)
+        raise NothingToDrawError(" ".join(sentences_of(failure_claims(findings))) or unasked)
     by_length = _fixed_k(findings, models[0]) if len(models) == 1 else table.iloc[:0]
     panels = len(models) + bool(len(by_length))
     height = 3.4 if page_width() > 5 else 4
@@ -184,7 +184,7 @@ def _draw(figure: PageFigure, ax: Axes, findings: Findings, rows: pd.DataFrame, 
                 markerfacecolor="white" if below else style.color, linestyle="none",
             )  # fmt: skip
             point.set_gid(gid := f"{group}--point-{at}")
-            figure.said[gid] = _point_words(row, style.name, along, unit)
+            figure.tooltips[gid] = _point_words(row, style.name, along, unit)
         names.append((float(y[-1]), style.name, style.color, f"{group}--name"))
     name_ends(ax, names)
 

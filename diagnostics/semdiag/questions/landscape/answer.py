@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
 from semdiag.measuring.words import counted, number, text
-from semdiag.presenting.answer import Answer, heading, measured_glance, title, with_facts
+from semdiag.presenting.answer import Answer, Claim, Shown, heading, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import INK, drawing, finished, panel_grid, title_with_facts
 from semdiag.presenting.tables import Column, NumberTable
@@ -27,7 +28,8 @@ def landscape_facts(findings: Findings) -> pd.DataFrame:
     table = findings.measurements[LANDSCAPE]
     rows = []
     for (model, plane), cells in table[table["loss"].notna()].groupby(["model", "plane"], sort=False):
-        grid, checkpoint = cells[cells["place"] == "grid"], cells[cells["place"] == "checkpoint"].iloc[0]
+        grid = cells[cells["place"] == "grid"]
+        checkpoint = cells[cells["place"] == "checkpoint"].iloc[0]
         finite = grid["loss"][np.isfinite(grid["loss"])]
         row: dict[str, Any] = {"model": model, "plane": plane, "kind": checkpoint["kind"], "cells": len(grid)}
         row |= {"samples": checkpoint["samples"], "checkpoint_loss": checkpoint["loss"]}
@@ -52,9 +54,10 @@ _CELLS = ("loss", "accuracy")
 
 def answer(findings: Findings) -> Answer:
     """Return every plane of every model, with its cells and its summary numbers."""
-    table, facts = findings.measurements[LANDSCAPE], findings(landscape_facts)
+    table = findings.measurements[LANDSCAPE]
+    facts = findings(landscape_facts)
     results: dict[str, Summary] = {}
-    shown: list[str | NumberTable] = []
+    shown: list[Shown] = []
     for model in findings.measurements.models["model"]:
         planes = []
         for plane, cells in table[table["model"] == model].groupby("plane", sort=True):
@@ -66,7 +69,7 @@ def answer(findings: Findings) -> Answer:
         shown += [f"{title(findings, model)}: landscape", NumberTable(_COLUMNS, results[model]["planes"])]
     return Answer(
         measured_glance(findings, table),
-        details=landscape_sentences(findings),
+        details=landscape_claims(findings),
         tables={"landscape": with_facts(findings, table), "landscape_planes": with_facts(findings, facts)},
         results=results,
         shown=shown,
@@ -82,22 +85,27 @@ def _matrices(cells: pd.DataFrame) -> Summary:
     return {"x": x.tolist(), "y": y.tolist(), "marks": marks.to_dict("records"), **matrices}
 
 
-def landscape_sentences(findings: Findings) -> list[str]:
+def landscape_claims(findings: Findings) -> list[Claim]:
     """Say for every plane how the loss rises and how far from the checkpoint the model still works."""
-    labels, sentences = model_labels(findings.measurements.models), []
+    labels = model_labels(findings.measurements.models)
+    claims = []
     for model, planes in findings(landscape_facts).groupby("model", sort=False):
         first = planes.iloc[0]
-        lowest, highest = planes["lowest_loss"].min(), planes["highest_loss"].max()
+        lowest = planes["lowest_loss"].min()
+        cells = _two_digits(lowest)
+        if not math.isnan(lowest):
+            cells += f" to {_two_digits(planes['highest_loss'].max())}"
         kind = f"{len(planes)} random planes" if len(planes) > 1 else "one random plane"
-        at, low, high = (number(v, 2, unknown="undefined") for v in (first["checkpoint_loss"], lowest, highest))
-        cells = low if math.isnan(lowest) else f"{low} to {high}"
-        works = _working([float(distance) for distance in planes["working_distance"]])
         size = f"{counted(first['cells'], 'cell')}, {counted(first['samples'], 'sample')}"
-        sentences.append(
-            f"{labels[str(model)]}, {kind} ({size}): the loss is "
-            f"{at} at the checkpoint and {cells} on the cells; {works}."
+        sentence = (
+            f"{labels[str(model)]}, {kind} ({size}): the loss is {_two_digits(first['checkpoint_loss'])} at the "
+            f"checkpoint and {cells} on the cells; {_working([*map(float, planes['working_distance'])])}."
         )
-    return sentences or ["The loss was evaluated on no plane."]
+        claims.append(Claim("planes", sentence, str(model), float(first["checkpoint_loss"]), "nats"))
+    return claims or [Claim("planes", "The loss was evaluated on no plane.")]
+
+
+_two_digits = partial(number, digits=2, unknown="undefined")
 
 
 def _working(distances: Sequence[float]) -> str:
@@ -147,7 +155,8 @@ def landscape_contour(findings: Findings) -> Figure:
             bar = figure.colorbar(image, ax=ax, shrink=0.85, pad=0.02)
             bar.set_label(label, fontsize=9)
             bar.ax.tick_params(labelsize=9)
-    side, samples = round(len(planes[0][1]) ** 0.5), counted(int(shown["samples"].min()), "sample")
+    side = round(len(planes[0][1]) ** 0.5)
+    samples = counted(int(shown["samples"].min()), "sample")
     seed = findings.measurements.provenance.get("seed")
     how = f"{counted(shown['plane'].nunique(), 'random plane')}, each tensor's direction as long as the tensor"
     return finished(
@@ -169,17 +178,17 @@ def _common_scale(values: np.ndarray) -> Normalize:
 
 
 def _draw_cells(ax: Axes, plane: pd.DataFrame, name: str, scale: Normalize, colors: str, words: str) -> Any:
-    found = _matrices(plane)
-    x, y, values = (np.array(found[each]) for each in ("x", "y", name))
+    matrices = _matrices(plane)
+    x, y, values = (np.array(matrices[each]) for each in ("x", "y", name))
     values = np.where(np.isfinite(values), values, np.nan)
     logarithmic = isinstance(scale, LogNorm)
-    drawn = np.where(values <= 0, scale.vmin or 0.0, values) if logarithmic else values
+    colours = np.where(values <= 0, scale.vmin or 0.0, values) if logarithmic else values
     colormap = matplotlib.colormaps[colors].with_extremes(bad="#cc4444")
-    image = ax.pcolormesh(x, y, drawn, norm=scale, cmap=colormap, shading="nearest", rasterized=True)
+    image = ax.pcolormesh(x, y, colours, norm=scale, cmap=colormap, shading="nearest", rasterized=True)
     ends = float(scale.vmin or 0.0), float(scale.vmax or 1.0)
     levels = (np.geomspace if logarithmic else np.linspace)(*ends, _LEVELS + 2)[1:-1]
-    if name == "loss" and ((levels > np.nanmin(drawn)) & (levels < np.nanmax(drawn))).any():
-        ax.contour(x, y, drawn, levels=levels, colors=INK, linewidths=0.4, alpha=0.7)
+    if name == "loss" and ((levels > np.nanmin(colours)) & (levels < np.nanmax(colours))).any():
+        ax.contour(x, y, colours, levels=levels, colors=INK, linewidths=0.4, alpha=0.7)
     ax.plot(0, 0, marker="X", color="white", markeredgecolor=INK, markersize=7, linestyle="none", zorder=4)
     ax.grid(visible=False)
     ax.set_aspect("equal", adjustable="box")

@@ -28,7 +28,16 @@ from semdiag.measuring.findings.resampling import interval_ends
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.words import FEWEST, counted, interval, number, text
-from semdiag.presenting.answer import Answer, heading, measured_glance, title, verdict_line, with_facts
+from semdiag.presenting.answer import (
+    Answer,
+    Claim,
+    Shown,
+    heading,
+    measured_glance,
+    title,
+    verdict_line,
+    with_facts,
+)
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -67,9 +76,9 @@ def _percentile_rows(sides: list[Array], facts: dict[str, Any]) -> Iterator[dict
     planes = len(sides[0])
     draws = np.random.default_rng(0).integers(planes, size=(RESAMPLES, planes))
     once = [np.percentile(side, PERCENTILES) for side in sides]
-    drawn = [np.percentile(side[draws].reshape(RESAMPLES, -1), PERCENTILES, axis=1) for side in sides]
+    resampled = [np.percentile(side[draws].reshape(RESAMPLES, -1), PERCENTILES, axis=1) for side in sides]
     with np.errstate(divide="ignore", invalid="ignore"):
-        estimates, spread = (reduce(np.divide, values) for values in (once, drawn))
+        estimates, spread = (reduce(np.divide, values) for values in (once, resampled))
     for percentile, estimate, several in zip(PERCENTILES, estimates, spread, strict=True):
         low, high = interval_ends(several, planes)
         yield {**facts, **dict(zip(_PERCENTILE, (planes, percentile, float(estimate), low, high), strict=True))}
@@ -98,6 +107,13 @@ SECANT_CLAIM = "secants of the loss are below the largest constant of the drawn 
 JACOBIAN_CLAIM = "block Jacobians are below λ_X of the same sample"
 AT_POINT = "gradients of queries and keys, and block Jacobians, are below the bounds at the same point"
 ORDERING = "the loss is less steep around this model than around the full one"
+_IDS = {
+    GRADIENTS: "gradients",
+    SECANT_CLAIM: "secants",
+    JACOBIAN_CLAIM: "jacobians",
+    AT_POINT: "at-the-point",
+    ORDERING: "less-steep",
+}
 _SLACK = 1e-9
 
 
@@ -113,10 +129,11 @@ def estimate_findings(findings: Findings) -> list[Finding]:
         near = pd.concat([scored["ln_point"], blocks])
         results.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
         bounds = gradients.groupby("group")["ln_sound"].max()
-        known = gradients.groupby("group")["holds"].all()
+        assumptions_hold = gradients.groupby("group")["holds"].all()
         results.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
-        slopes, groups = measured[LOSS_SECANTS]["slope"], measured[LOSS_SECANTS]["group"]
-        results.append(_judged(model, SECANT_CLAIM, slopes, groups.map(bounds), groups.map(known)))
+        slopes = measured[LOSS_SECANTS]["slope"]
+        groups = measured[LOSS_SECANTS]["group"]
+        results.append(_judged(model, SECANT_CLAIM, slopes, groups.map(bounds), groups.map(assumptions_hold)))
         norms = measured[JACOBIANS]
         finite = norms["ln_sound"] < math.inf
         results.append(_judged(model, JACOBIAN_CLAIM, norms["norm"], norms["ln_sound"], finite))
@@ -124,7 +141,8 @@ def estimate_findings(findings: Findings) -> list[Finding]:
 
 
 def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, holds: pd.Series) -> Finding:
-    values, bounds = measured.to_numpy(float), log_bound.to_numpy(float)
+    values = measured.to_numpy(float)
+    bounds = log_bound.to_numpy(float)
     usable = holds.to_numpy(bool) & np.isfinite(values) & ~np.isnan(bounds) & (bounds < math.inf)
     with np.errstate(divide="ignore"):
         logs = np.log(np.maximum(values, 0))
@@ -147,12 +165,14 @@ def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, h
 
 def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
     """Judge whether the loss is less steep around a counterpart than around its full model (paper, Fig. 10)."""
-    judged, ratios = [], findings(secant_ratios, pair)
+    judged = []
+    ratios = findings(secant_ratios, pair)
     for percentile in PERCENTILES:
         rows = ratios[ratios["percentile"] == percentile]
         if rows.empty:
             continue
-        lower, higher = int((rows["high"] < 1).sum()), int((rows["low"] > 1).sum())
+        lower = int((rows["high"] < 1).sum())
+        higher = int((rows["low"] > 1).sum())
         verdict = Verdict.NOTHING
         if lower == len(rows):
             verdict = Verdict.HOLDS
@@ -168,8 +188,9 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
 
 def answer(findings: Findings) -> Answer:
     """Return secants by radius, gradients and Jacobians beside their bounds, and the steeper loss."""
-    judged, results = findings(estimate_findings), {}
-    shown: list[str | NumberTable] = []
+    judged = findings(estimate_findings)
+    results = {}
+    shown: list[Shown] = []
     for model in findings.measurements.models["model"]:
         results[model] = json_ready(_result(findings, model) | {"verdicts": verdicts_of(judged, model)})
         name = f"{title(findings, model)}: Lipschitz estimates of the loss"
@@ -181,16 +202,22 @@ def answer(findings: Findings) -> Answer:
         names = {"label": pair.label, "reference": pair.full, "other": pair.other}
         pairs.append(names | {"ratios": ratios, "verdicts": verdicts})
         shown += [f"\n{pair.label}: secants of {pair.other} over those of {pair.full}", _ratio_cells(ratios)]
-    sentences = lipschitz_sentences(findings)
+    claims = lipschitz_claims(findings)
     return Answer(
-        measured_glance(findings, findings.measurements[LOSS_GRADIENTS]), details=sentences, opening=sentences,
-        claims=[*judged, *(f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair))],
-        tables=_tables(findings), results=results, more={"scope": SCOPE, "pairs": pairs}, shown=[*shown, SCOPE],
-    )  # fmt: skip
+        measured_glance(findings, findings.measurements[LOSS_GRADIENTS]),
+        details=claims,
+        findings=[*judged, *(f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair))],
+        tables=_tables(findings),
+        results=results,
+        more={"scope": SCOPE, "pairs": pairs},
+        shown=[*shown, SCOPE],
+        opening=claims,
+    )
 
 
 def _result(findings: Findings, model: str) -> Summary:
-    measured, curves = findings.measurements.of(model), findings(secant_percentiles)
+    measured = findings.measurements.of(model)
+    curves = findings(secant_percentiles)
     secants = measured[LOSS_SECANTS]
     groups = [
         {
@@ -220,21 +247,28 @@ def _tables(findings: Findings) -> dict[str, pd.DataFrame]:
     return tables | ({"lipschitz_ratios": pd.concat(ratios, ignore_index=True)} if ratios else {})
 
 
-def lipschitz_sentences(findings: Findings) -> list[str]:
+def lipschitz_claims(findings: Findings) -> list[Claim]:
     """Say in how many cases a sparse model's loss is less steep, how many estimates exceed bounds, and each."""
     ordered = [f for pair in findings(compared_pairs) for f in findings(ordering_findings, pair)]
-    bounded, labels = findings(estimate_findings), model_labels(findings.measurements.models)
+    bounded = findings(estimate_findings)
     if not [*ordered, *bounded]:
-        return ["Nothing is known of the steepness of these models' loss."]
-    less, steeper = (sum(f.verdict == word for f in ordered) for word in (Verdict.HOLDS, Verdict.VIOLATED))
-    exceeding, below = (sum(int(f.numbers[name]) for f in bounded) for name in ("violated", "holds"))
-    first = f"{exceeding:,} of {counted(exceeding + below, 'estimate')} exceed their bound"
+        return [Claim("steepness", "Nothing is known of the steepness of these models' loss.")]
+    exceeding = sum(int(finding.numbers["violated"]) for finding in bounded)
+    below = sum(int(finding.numbers["holds"]) for finding in bounded)
+    words = f"{exceeding:,} of {counted(exceeding + below, 'estimate')} exceed their bound"
     if ordered:
+        less = sum(finding.verdict is Verdict.HOLDS for finding in ordered)
+        steeper = sum(finding.verdict is Verdict.VIOLATED for finding in ordered)
         cases = f"{less} of {counted(len(ordered), 'case')} (percentiles of secants), steeper in {steeper}"
         cases += f", inconclusive in {len(ordered) - less - steeper}"
-        first = f"The loss is less steep around the sparse model in {cases}; {first}"
-    each = [f"{labels.get(f.subject, f.subject)}: {verdict_line(f)}." for f in [*ordered, *bounded]]
-    return [f"{first}.", *each]
+        words = f"The loss is less steep around the sparse model in {cases}; {words}"
+    labels = model_labels(findings.measurements.models)
+    claims = [Claim("steepness", f"{words}.", value=exceeding, unit="estimates")]
+    for finding in (*ordered, *bounded):
+        sentence = f"{labels.get(finding.subject, finding.subject)}: {verdict_line(finding)}."
+        id = _IDS[finding.claim] + ("" if finding.where == "all" else f"-{finding.where}")
+        claims.append(Claim(id, sentence, finding.subject, verdict=finding.verdict))
+    return claims
 
 
 def _ratio(estimate: float, low: float | None, high: float | None) -> str:
@@ -281,7 +315,8 @@ def lipschitz_percentiles(findings: Findings) -> Figure:
         ax.set_xlabel("radius, in ‖θ‖")
         if first:
             ax.set_ylabel("secant of the loss\n(nats per unit of θ)")
-    planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
+    planes = int(table["planes"].min())
+    pairs = int(table["pairs"].min())
     samples, seed = (findings.measurements.provenance.get(name, 0) for name in ("lipschitz_samples", "seed"))
     some = f"bands: 95%, whole planes resampled {RESAMPLES} times"
     bands = some if table["low"].notna().any() else "no bands: too few"

@@ -13,7 +13,7 @@ from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.table import ALL, Table, rows_of_model
 from semdiag.measuring.words import count, counted, interval, percent, percent_span, plain, text
-from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_facts
+from semdiag.presenting.answer import Answer, Claim, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels, panels_of
 from semdiag.presenting.drawing.style import drawing, finished, number_layers, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -30,7 +30,8 @@ _COLUMNS = [
 
 def precision_table(findings: Findings) -> pd.DataFrame:
     """Return how many masks survive, by model, number format and layer, and pooled; heads are pooled."""
-    masks, lost = findings.measurements[ROUNDED_MASKS], findings.measurements[LOST_WEIGHTS]
+    masks = findings.measurements[ROUNDED_MASKS]
+    lost = findings.measurements[LOST_WEIGHTS]
     rows = []
     for (model, kind), rows_of_format in masks.groupby(["model", "format"], sort=False):
         of_changed = lost[(lost["model"] == model) & (lost["format"] == kind)]
@@ -72,16 +73,15 @@ def precision_glance(findings: Findings) -> Glance:
     table = findings(precision_table)
     rows = table[(table["layer"] == ALL) & table["changed"].notna()]
     if rows.empty:
-        return Glance(Outcome.OPEN, "0 models", "have a mask that the error model covers")
+        words = "have a mask that the error model covers"
+        return Glance(Outcome.OPEN, "0 models", words, claim_id="changed")
     first = rows["format"].iloc[0]
     rows = rows[rows["format"] == first]
-    certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
-    return Glance(
-        Outcome.MEASURED,
-        percent_span(list(rows["changed"])),
-        f"of the masks of {counted(len(rows), 'model')} change in {first}, however ties are broken; {changed:,} "
-        f"of {certified:,} certified ones changed",
+    words = (
+        f"of the masks of {counted(len(rows), 'model')} change in {first}, however ties are broken; "
+        f"{int(rows['certified_changed'].sum()):,} of {int(rows['certified_rows'].sum()):,} certified ones changed"
     )
+    return Glance(Outcome.MEASURED, percent_span(list(rows["changed"])), words, claim_id="changed")
 
 
 def certified_words(row: Summary) -> str:
@@ -104,17 +104,21 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def precision_rows(formats: list[Summary]) -> Iterator[str | NumberTable]:
+def precision_parts(formats: list[Summary], model: str) -> Iterator[Claim | NumberTable]:
     """Yield how one model's masks change, a row for each format and layer, and what was certified."""
     yield NumberTable(
         _SHOWN, [{"format": one["format"], **row} for one in formats for row in [*one["layers"], one["all"]]]
     )
     for one in formats:
-        row, without = one["all"], one["all"]["not_covered"]
-        words = [certified_words(row)] * (row["queries"] > without)
-        if without:
-            words.append(f"Not covered: {without:,} of {counted(row['queries'], 'row')} ({row['why']}).")
-        yield f"{one['format']}: {' '.join(words)}"
+        row = one["all"]
+        words = []
+        if row["queries"] > row["not_covered"]:
+            words.append(certified_words(row))
+        if row["not_covered"]:
+            rows = counted(row["queries"], "row")
+            words.append(f"Not covered: {row['not_covered']:,} of {rows} ({row['why']}).")
+        sentence = f"{one['format']}: {' '.join(words)}"
+        yield Claim(f"certified-{one['format']}", sentence, model, row["certified_changed"], "rows")
 
 
 def mask_words(findings: Findings, model: str) -> str:
@@ -128,7 +132,8 @@ def mask_words(findings: Findings, model: str) -> str:
     )
     if kept_keys.empty:
         return next(iter(refusals(findings, model)), "no query drops a key: no mask can change")
-    low, high = kept_keys.min(), kept_keys.max()
+    low = kept_keys.min()
+    high = kept_keys.max()
     if kind in DENSE:
         return f"the model selects no keys: this is the mask that top-{low} would choose from its scores"
     return f"the model's own mask, {f'{low} to {high} keys' if low < high else f'k = {low}'}"
@@ -146,12 +151,17 @@ def answer(findings: Findings) -> Answer:
     table = findings(precision_table)
     layer = table["layer"].astype(object).mask(table["layer"] == ALL, "all")
     tables = {"mask_precision": with_facts(findings, table.assign(layer=layer))} if len(table) else {}
-    glance, details = precision_glance(findings), list[str | NumberTable]()
+    glance = precision_glance(findings)
+    details: list[Claim | NumberTable] = []
     for model, label in model_labels(findings.measurements.models).items():
-        words, formats = mask_words(findings, model), precision_of(findings, model)
-        details.append(f"{label}: {words if formats else next(iter(refusals(findings, model)), words)}.")
-        details += precision_rows(formats) if formats else ()
-    return Answer(glance, [glance.sentence] * (len(table) > 0), details, tables=tables)
+        words = mask_words(findings, model)
+        formats = precision_of(findings, model)
+        if formats:
+            details += [Claim("mask", f"{label}: {words}.", model), *precision_parts(formats, model)]
+        else:
+            refusal = next(iter(refusals(findings, model)), words)
+            details.append(Claim("mask", f"{label}: {refusal}.", model))
+    return Answer(glance, [glance.claim] if len(table) else [], details, tables=tables)
 
 
 _MARKERS = "osD^vP*Xh<>"  # of noise levels or formats
@@ -175,7 +185,8 @@ def draw_survival(findings: Findings, table: Table, rows: pd.DataFrame, note: st
     """Draw against layers the share of masks that stay the same, with its ends, and the certified share."""
     import seaborn as sns  # takes a second
 
-    models, curves = _judged_models(findings, table), list(dict.fromkeys(rows["curve"]))
+    models = _judged_models(findings, table)
+    curves = list(dict.fromkeys(rows["curve"]))
     shades = sns.color_palette("viridis_r", len(curves) + 1).as_hex()[1:]  # the colour-blind can tell them apart
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, name) in zip(axes, models, strict=True):
@@ -203,7 +214,8 @@ def draw_survival(findings: Findings, table: Table, rows: pd.DataFrame, note: st
 def masks_in_formats(findings: Findings) -> Figure:
     """Draw the share of masks that stay the same, a curve for each number format against layers."""
     table = findings(precision_table)
-    same, without_ties = 1 - table["changed"], 1 - table["changed_or_tied"]
+    same = 1 - table["changed"]
+    without_ties = 1 - table["changed_or_tied"]
     table = table.assign(curve=table["format"], same=same, low=without_ties, high=same)
     note = "Queries, keys and scores rounded once, against float64. Bands: down to the share without a tie at the "
     note += "boundary. Without rows that are not covered"

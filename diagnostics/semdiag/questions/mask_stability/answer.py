@@ -13,9 +13,20 @@ from semdiag.capturing.attention_call import DENSE
 from semdiag.measuring.findings.estimates import all_by_name, without
 from semdiag.measuring.findings.findings import Findings, Summary, json_ready, records
 from semdiag.measuring.findings.resampling import mean_interval, rank_correlation_interval
-from semdiag.measuring.table import ALL
+from semdiag.measuring.table import ALL, rows_of_model
 from semdiag.measuring.words import counted, interval, number_from_json, percent, percent_span, plain
-from semdiag.presenting.answer import Answer, Folded, Glance, Outcome, heading, title, with_facts
+from semdiag.presenting.answer import (
+    Answer,
+    Claim,
+    Collapsible,
+    Glance,
+    Outcome,
+    Shown,
+    heading,
+    numbered_claims,
+    title,
+    with_facts,
+)
 from semdiag.presenting.drawing.style import drawing
 from semdiag.presenting.tables import Column, NumberTable, not_shown
 from semdiag.questions.mask_precision.answer import (
@@ -23,7 +34,7 @@ from semdiag.questions.mask_precision.answer import (
     draw_survival,
     mask_words,
     precision_of,
-    precision_rows,
+    precision_parts,
     refusals,
 )
 from semdiag.questions.mask_stability.measure import MASKS, NOISE_EFFECTS
@@ -99,25 +110,28 @@ def masks_glance(findings: Findings) -> Glance:
     table = findings(mask_table)
     table = table[table["layer"] == ALL]
     if table.empty:
-        return Glance(Outcome.OPEN, "0 models", "have a mask that depends on the input")
+        words = "have a mask that depends on the input"
+        return Glance(Outcome.OPEN, "0 models", words, claim_id="unchanged")
     levels = sorted(table["level"].unique())
     level = float(levels[len(levels) // 2])
     rows = table[table["level"] == level]
     kinds = findings.measurements.models.set_index("model")["attention"]
-    without = rows["model"].map(kinds).isin(DENSE)
-    with_mask, supposed = rows[~without], rows[without]
+    dense = rows["model"].map(kinds).isin(DENSE)
+    masked = rows[~dense]
+    supposed = rows[dense]
     noise = f"stay the same under noise of {percent(level, 'g')}"
-    chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
-    certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
-    tail = f"{changed:,} of {certified:,} certified ones changed"
-    if with_mask.empty:
-        words = f"of the masks {chosen} in {counted(len(supposed), 'model')} {noise}; {tail}"
-        return Glance(Outcome.MEASURED, percent_span(supposed["exact"]), words)
+    choice = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
+    certified = (
+        f"{int(rows['certified_changed'].sum()):,} of {int(rows['certified_rows'].sum()):,} certified ones changed"
+    )
+    if masked.empty:
+        words = f"of the masks {choice} in {counted(len(supposed), 'model')} {noise}; {certified}"
+        return Glance(Outcome.MEASURED, percent_span(supposed["exact"]), words, claim_id="unchanged")
+    words = f"of the masks of {counted(len(masked), 'model')} {noise}"
     if len(supposed):
-        share, models = percent_span(supposed["exact"]), counted(len(supposed), "model")
-        tail = f"{share} of those {chosen} in {models} without a mask; {tail}"
-    words = f"of the masks of {counted(len(with_mask), 'model')} {noise}; {tail}"
-    return Glance(Outcome.MEASURED, percent_span(with_mask["exact"]), words)
+        models = counted(len(supposed), "model")
+        words += f"; {percent_span(supposed['exact'])} of those {choice} in {models} without a mask"
+    return Glance(Outcome.MEASURED, percent_span(masked["exact"]), f"{words}; {certified}", claim_id="unchanged")
 
 
 def _mask_facts(findings: Findings) -> str:
@@ -143,75 +157,97 @@ _MOST_HEADS = 24  # of more, only the least stable are shown
 _LEAST_STABLE = 5
 
 
-def _heads(level: Summary, every: bool) -> list[Summary]:
+def _least_stable(level: Summary) -> list[Summary]:
+    """Return the heads of a noise level, of many only those whose masks change most."""
     heads: list[Summary] = level["layers"]
-    if every or len(heads) <= _MOST_HEADS:
+    if len(heads) <= _MOST_HEADS:
         return heads
     least_stable = sorted(heads, key=lambda row: number_from_json(row["exact"]))[:_LEAST_STABLE]
     return [row for row in heads if any(row is one for one in least_stable)]
 
 
-def _output(level: Summary) -> str:
+def _output_claim(level: Summary, model: str) -> Claim:
+    """Return what a noise level does to the model's outputs."""
     output = level["output"]
     moved = number_from_json(output["logit_change"])
-    change = f"logits move by {percent(moved, '.2f')} of their norm"
-    change = change if math.isfinite(moved) else "some logits are not numbers"
+    change = "some logits are not numbers"
+    if math.isfinite(moved):
+        change = f"logits move by {percent(moved, '.2f')} of their norm"
     words = f"Noise {level['noise']:g}: {change}, {percent(output['flipped'], '.2f')} of the predictions change"
     if output["accuracy_after"] is not None:
         words += f", accuracy {percent(output['accuracy_before'])} → {percent(output['accuracy_after'])}"
-    return words + "."
+    return Claim(f"output-{level['noise']:g}", f"{words}.", model, moved, "share of the norm")
 
 
-def _shown(name: str, result: Summary) -> Iterator[str | NumberTable | Folded]:
-    yield f"{name}: {result['mask']}"
-    yield from (f"{refused}." for refused in result["refused"] if refused != result["mask"])
-    yield from precision_rows(result["precision"]) if result["precision"] else ()
+def _parts(findings: Findings, model: str, result: Summary) -> list[Claim | NumberTable | Collapsible]:
+    """Return which mask of a model was judged, and how it changes, as claims and tables."""
+    parts: list[Claim | NumberTable | Collapsible] = [
+        Claim("mask", f"{title(findings, model).strip()}: {result['mask']}", model)
+    ]
+    refused = [f"{reason}." for reason in result["refused"] if reason != result["mask"]]
+    parts += numbered_claims("refused", refused, model)
+    if result["precision"]:
+        parts += precision_parts(result["precision"], model)
     levels = result["levels"]
     if not levels:
-        return
-    short, whole = (
-        [{"noise": one["noise"], **row} for one in levels for row in [*_heads(one, every), one["all"]]]
-        for every in (False, True)
-    )
-    left_out = len(whole) - len(short)
-    note = [f"Shown are the {_LEAST_STABLE} heads whose masks change most. {not_shown(left_out)}"] * bool(left_out)
-    yield Folded([NumberTable(_SHOWN_COLUMNS, short), *note], [NumberTable(_SHOWN_COLUMNS, whole)])
-    yield certified_words(result)
-    yield from (_output(level) for level in levels if level["output"])  # unknown of an external model
+        return parts
+    collapsed = [{"noise": one["noise"], **row} for one in levels for row in [*_least_stable(one), one["all"]]]
+    expanded = [{"noise": one["noise"], **row} for one in levels for row in [*one["layers"], one["all"]]]
+    short: list[Claim | NumberTable] = [NumberTable(_SHOWN_COLUMNS, collapsed)]
+    if hidden := len(expanded) - len(collapsed):
+        note = f"Shown are the {_LEAST_STABLE} heads whose masks change most. {not_shown(hidden)}"
+        short.append(Claim("least-stable", note, model))
+    parts.append(Collapsible(short, [NumberTable(_SHOWN_COLUMNS, expanded)]))
+    parts.append(Claim("certified", certified_words(result), model, result["certified_changed"], "rows"))
+    parts += [_output_claim(level, model) for level in levels if level["output"]]  # unknown of an external model
+    return parts
 
 
 def answer(findings: Findings) -> Answer:
     """Return agreement, certificate and prediction by noise level, head and pooled; and by number format."""
-    table, effects, results = findings(mask_table), findings(_effect_table), {}
-    shown: list[str | NumberTable | Folded] = []
+    table = findings(mask_table)
+    effects = findings(_effect_table)
+    results: dict[str, Summary] = {}
+    shown: list[Shown] = []
+    details: list[Claim | NumberTable] = []
+    if len(table):
+        details.append(Claim("noise", f"{_mask_facts(findings)}."))
     for model in findings.measurements.models["model"]:
-        of_model, precision = table[table["model"] == model], precision_of(findings, model)
-        pooled = of_model[of_model["layer"] == ALL]
-        levels = []
-        for level, rows in of_model.groupby("level"):
-            entries = all_by_name(rows).drop(columns=["model", "level"]).to_dict("records")
-            after = records(effects[(effects["model"] == model) & (effects["level"] == level)])
-            output = without(after[0], "model", "level") if after else {}
-            levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
-        results[model] = json_ready(
-            {
-                "mask": mask_words(findings, model), "applicable": bool(precision) or not of_model.empty,
-                "refused": refusals(findings, model),
-                "certified_changed": int(pooled["certified_changed"].sum()),
-                "certified_rows": int(pooled["certified_rows"].sum()), "levels": levels, "precision": precision,
-            }
-        )  # fmt: skip
-        shown += _shown(title(findings, model), results[model])
+        results[model] = _result(findings, model, rows_of_model(table, model), rows_of_model(effects, model))
+        parts = _parts(findings, model, results[model])
+        shown += ["", *parts]
+        for part in parts:
+            collapsed = part.collapsed if isinstance(part, Collapsible) else [part]
+            details += [each for each in collapsed if not isinstance(each, str)]
     tables = {"mask_stability": with_facts(findings, all_by_name(table))}
-    tables |= {"noise_effects": with_facts(findings, effects)} if len(effects) else {}
+    if len(effects):
+        tables["noise_effects"] = with_facts(findings, effects)
     glance = masks_glance(findings)
-    parts = [each for one in shown for each in (one.short if isinstance(one, Folded) else [one])]
-    folded = [each.strip() if isinstance(each, str) else each for each in parts]
-    return Answer(
-        glance, [glance.sentence] * (not table.empty),
-        [f"{_mask_facts(findings)}.", *folded] if len(table) else folded, tables=tables, results=results,
-        shown=shown,
-    )  # fmt: skip
+    headline = [] if table.empty else [glance.claim]
+    return Answer(glance, headline, details, tables=tables, results=results, shown=shown)
+
+
+def _result(findings: Findings, model: str, table: pd.DataFrame, effects: pd.DataFrame) -> Summary:
+    """Return what JSON says of a model, from its rows of the tables."""
+    precision = precision_of(findings, model)
+    pooled = table[table["layer"] == ALL]
+    levels = []
+    for level, rows in table.groupby("level"):
+        entries = all_by_name(rows).drop(columns=["model", "level"]).to_dict("records")
+        after = records(effects[effects["level"] == level])
+        output = without(after[0], "model", "level") if after else {}
+        levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
+    result = {
+        "mask": mask_words(findings, model),
+        "applicable": bool(precision) or not table.empty,
+        "refused": refusals(findings, model),
+        "certified_changed": int(pooled["certified_changed"].sum()),
+        "certified_rows": int(pooled["certified_rows"].sum()),
+        "levels": levels,
+        "precision": precision,
+    }
+    ready: Summary = json_ready(result)
+    return ready
 
 
 @drawing(

@@ -14,7 +14,7 @@ from semdiag.measuring.findings.findings import Findings, Summary, records
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, decimals, interval, interval_words, text
-from semdiag.presenting.answer import Answer, heading, measured_glance, title, with_facts
+from semdiag.presenting.answer import Answer, Claim, Shown, heading, measured_glance, title, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, model_labels, name_cells
 from semdiag.presenting.drawing.style import drawing, note_below, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -59,9 +59,10 @@ def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[st
 
 def answer(findings: Findings) -> Answer:
     """Return the overlap of every model's masks, or why there is none."""
-    table, remarks = findings(overlap_table), findings.measurements.remarks
+    table = findings(overlap_table)
+    remarks = findings.measurements.remarks
     results: dict[str, Summary] = {}
-    shown: list[str | NumberTable] = []
+    shown: list[Shown] = []
     for model in findings.measurements.models["model"]:
         rows = records(table[table["model"] == model].drop(columns="model"))
         results[model] = {"overlap": rows}
@@ -72,7 +73,7 @@ def answer(findings: Findings) -> Answer:
             reason = next(iter(reasons), "no two masks to compare (a query that drops no key has none)")
             shown.append(f"{title(findings, model)}: {reason}")
     return Answer(
-        glance=measured_glance(findings, findings.measurements[OVERLAP]), details=_overlap_sentences(findings),
+        glance=measured_glance(findings, findings.measurements[OVERLAP]), details=_overlap_claims(findings),
         tables={"overlap": with_facts(findings, table)}, results=results,
         more={"k": findings.measurements.provenance.get("overlap_k")}, shown=shown,
     )  # fmt: skip
@@ -92,25 +93,28 @@ _COLUMNS_SHOWN = (
 _BETWEEN = {"layers": "two layers", "heads": "two heads of a layer", "previous": "a query and the one before it"}
 
 
-def _overlap_sentences(findings: Findings) -> list[str]:
-    table, models = findings(overlap_table), findings.measurements.models
+def _overlap_claims(findings: Findings) -> list[Claim]:
+    table = findings(overlap_table)
+    models = findings.measurements.models
     kinds = dict(zip(models["model"], models["attention"], strict=True))
     ends = partial(interval_words, form="{:.3f}".format, level="")
-    sentences = []
+    claims = []
     for model, label in model_labels(models).items():
-        rows = table[(table["model"] == model) & (table["layer"] == ALL)]
-        parts = [
-            f"{_BETWEEN[row['what']]} {row['jaccard']:.3f} "
-            f"({ends(row['low'], row['high'], samples=row['samples'])}; at random "
-            f"{row['chance']:.3f}; {counted(row['pairs'], 'pair')}, {counted(row['samples'], 'sample')})"
-            for row in rows.to_dict("records")
-        ]
-        k = findings.measurements.provenance.get("overlap_k")
-        supposed = f", the mask that top-{k} would choose" if kinds[model] in DENSE else ""
-        nothing = "no query drops a key at both of two places, so nothing can be compared"
-        said = [f"mean Jaccard index of the kept keys of {part}" for part in parts] or [nothing]
-        sentences += [f"{label}{supposed}: {each}." for each in said]
-    return sentences
+        if kinds[model] in DENSE:
+            label += f", the mask that top-{findings.measurements.provenance.get('overlap_k')} would choose"
+        rows = records(table[(table["model"] == model) & (table["layer"] == ALL)])
+        if not rows:
+            nothing = "no query drops a key at both of two places, so nothing can be compared"
+            claims.append(Claim("nothing-compared", f"{label}: {nothing}.", model))
+        for row in rows:
+            sentence = (
+                f"{label}: mean Jaccard index of the kept keys of {_BETWEEN[row['what']]} {row['jaccard']:.3f} "
+                f"({ends(row['low'], row['high'], samples=row['samples'])}; at random "
+                f"{row['chance']:.3f}; {counted(row['pairs'], 'pair')}, {counted(row['samples'], 'sample')})."
+            )
+            interval = (row["low"], row["high"])
+            claims.append(Claim(row["what"], sentence, model, row["jaccard"], "Jaccard index", interval))
+    return claims
 
 
 _WRITTEN = 14  # layers up to which the cells bear their numbers
@@ -136,7 +140,8 @@ def mask_overlap(findings: Findings) -> Figure:
         of_model = table[table["model"] == model]
         cells = np.full((len(layers), len(layers) + 2), np.nan)
         for row in of_model[of_model["layer"] != ALL].to_dict("records"):
-            at, to = layers.index(row["layer"]), layers.index(row["other_layer"])
+            at = layers.index(row["layer"])
+            to = layers.index(row["other_layer"])
             if row["what"] == "previous":
                 cells[at, -1] = row["jaccard"]
             else:

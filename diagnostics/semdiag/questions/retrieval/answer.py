@@ -11,9 +11,9 @@ from scipy.stats import binomtest
 
 from semdiag.measuring.calls.tile_weights import TILES
 from semdiag.measuring.findings.findings import Findings, Summary, records
-from semdiag.measuring.table import ALL
+from semdiag.measuring.table import ALL, rows_of_model
 from semdiag.measuring.words import counted, interval, percent, plain, text
-from semdiag.presenting.answer import Answer, Glance, Outcome, heading, title
+from semdiag.presenting.answer import Answer, Claim, Glance, Outcome, Shown, heading, title
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends
 from semdiag.presenting.drawing.style import drawing, note_below, palette, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
@@ -21,11 +21,9 @@ from semdiag.questions.retrieval.measure import RETRIEVAL
 
 NO_MASK = "none"
 ENOUGH = 0.5  # share of the texts in which the model as it is must be right, so that masks are judged
-_TOO_FEW = "; too few to judge masks by"
 _LOST = 0.05  # p of McNemar's exact test up to which a mask is said to lose facts
 _PLACE = ["model", "task", "length", "depth"]
 _OF_TILES = ["keys", "weight", "exact_weight", "top_weight", "recall", "chance"]
-_PAIRED = "right", "texts", "accuracy", "low", "high", "as_it_is", "lost", "found", "p", "chance"
 
 
 def mcnemar(lost: int, found: int) -> float:
@@ -61,21 +59,34 @@ def paired_answers(findings: Findings) -> pd.DataFrame:
     rows = findings.measurements[RETRIEVAL]
     rows = rows.assign(right=rows["hits"] == rows["tokens"])
     text = [*_PLACE, "sample"]
-    own = rows[rows["mask"] == NO_MASK].set_index(text)[["right", "text_loss"]]
-    rows = rows.join(own.rename(columns={"right": "own_right", "text_loss": "own_loss"}), on=text)
-    able = own.groupby(_PLACE[:3])["right"].mean().rename("judged") >= ENOUGH
+    unmasked = rows[rows["mask"] == NO_MASK].set_index(text)[["right", "text_loss"]]
+    rows = rows.join(unmasked.rename(columns={"right": "own_right", "text_loss": "own_loss"}), on=text)
+    able = unmasked.groupby(_PLACE[:3])["right"].mean().rename("judged") >= ENOUGH
     return rows.join(able, on=_PLACE[:3])
 
 
 def _counts(part: pd.DataFrame) -> dict[str, Any]:
     """Return in how many of some texts the answer was right, with exact intervals, and McNemar's test."""
-    right, own, texts = part["right"], part["own_right"], len(part)
+    right = part["right"]
+    unmasked = part["own_right"]
+    texts = len(part)
     ends = binomtest(int(right.sum()), texts).proportion_ci(method="exact")  # Clopper and Pearson
-    lost, found = int((own & ~right).sum()), int((right & ~own).sum())
-    values = right.sum(), texts, right.mean(), ends.low, ends.high, own.sum(), lost, found, mcnemar(lost, found)
+    lost = int((unmasked & ~right).sum())
+    gained = int((right & ~unmasked).sum())
     change = np.expm1((part["text_loss"].sum() - part["own_loss"].sum()) / part["text_tokens"].sum())
-    counts = dict(zip(_PAIRED, (*values, part["chance"].mean()), strict=True))
-    return counts | {"perplexity_change": float(change)}
+    return {
+        "right": right.sum(),
+        "texts": texts,
+        "accuracy": right.mean(),
+        "low": ends.low,
+        "high": ends.high,
+        "as_it_is": unmasked.sum(),
+        "lost": lost,
+        "found": gained,
+        "p": mcnemar(lost, gained),
+        "chance": part["chance"].mean(),
+        "perplexity_change": float(change),
+    }
 
 
 def retrieval_table(findings: Findings) -> pd.DataFrame:
@@ -92,37 +103,47 @@ def answer(findings: Findings) -> Answer | None:
     """Return what each kind of mask still finds, or that the model as it is finds too little."""
     if findings.measurements[RETRIEVAL].empty:
         return None
-    table, by_layer = findings(retrieval_table), findings.measurements[TILES]
-    both = pd.concat([by_layer.assign(layer=ALL), by_layer], ignore_index=True)
-    tiles = both.groupby(["model", "length", "kind", "k", "layer"], as_index=False)[_OF_TILES].mean()
+    table = findings(retrieval_table)
+    tiles = findings(_tile_table)
     results: dict[str, Summary] = {}
-    shown: list[str | NumberTable] = []
+    shown: list[Shown] = []
     for model in map(str, dict.fromkeys(table["model"])):
-        rows, kept = (records(x[x["model"] == model].drop(columns="model")) for x in (table, tiles))
-        results[model] = {"retrieval": rows, "tiles": kept}
+        rows = records(rows_of_model(table, model).drop(columns="model"))
+        of_tiles = records(rows_of_model(tiles, model).drop(columns="model"))
+        results[model] = {"retrieval": rows, "tiles": of_tiles}
         shown += [f"{title(findings, model)}: right answers", NumberTable(_COLUMNS, rows)]
-        if whole := [row for row in kept if row["layer"] == ALL]:
-            shown += ["What choices of blocks keep of the attention as it is", NumberTable(_TILES, whole)]
+        if pooled := [row for row in of_tiles if row["layer"] == ALL]:
+            shown += ["What choices of blocks keep of the attention as it is", NumberTable(_TILES, pooled)]
     far = _far(findings)
     lost = [row for row in far if loses(row)]
-    outcome, number = Outcome.MEASURED if table["judged"].any() else Outcome.OPEN, counted(len(far), "mask")
+    number = f"{len(lost)} of {counted(len(far), 'mask')}"
+    outcome = Outcome.MEASURED if table["judged"].any() else Outcome.OPEN
     return Answer(
-        glance=Glance(outcome, f"{len(lost)} of {number}", "lose facts from beyond the keys that they keep"),
-        headline=[*_as_it_is(table), *_sentences(far)],
+        glance=Glance(outcome, number, "lose facts from beyond the keys that they keep"),
+        headline=[*_unmasked_claims(table), *_masked_claims(far)],
         tables={"retrieval": table, "tiles": tiles},
         results=results,
         shown=shown,
     )
 
 
-def _as_it_is(table: pd.DataFrame) -> Iterator[str]:
-    for model, own in table[table["mask"] == NO_MASK].groupby("model", sort=False):
-        parts = [
-            f"{task} in {int(rows['right'].sum())} of {int(rows['texts'].sum())} texts of {length:,} tokens"
-            f" (by chance {percent(rows['chance'].max(), '.2g')}{_TOO_FEW if not rows['judged'].all() else ''})"
-            for (task, length), rows in own.groupby(["task", "length"], sort=False)
-        ]
-        yield f"{model} as it is answers {'; '.join(parts)}."
+def _tile_table(findings: Findings) -> pd.DataFrame:
+    """Return what choices of blocks keep, by layer and in all layers."""
+    by_layer = findings.measurements[TILES]
+    both = pd.concat([by_layer.assign(layer=ALL), by_layer], ignore_index=True)
+    return both.groupby(["model", "length", "kind", "k", "layer"], as_index=False)[_OF_TILES].mean()
+
+
+def _unmasked_claims(table: pd.DataFrame) -> Iterator[Claim]:
+    for model, unmasked in table[table["mask"] == NO_MASK].groupby("model", sort=False):
+        parts = []
+        for (task, length), rows in unmasked.groupby(["task", "length"], sort=False):
+            chance = f"by chance {percent(rows['chance'].max(), '.2g')}"
+            if not rows["judged"].all():
+                chance += "; too few to judge masks by"
+            right = f"{int(rows['right'].sum())} of {int(rows['texts'].sum())} texts"
+            parts.append(f"{task} in {right} of {length:,} tokens ({chance})")
+        yield Claim("without-mask", f"{model} as it is answers {'; '.join(parts)}.", str(model))
 
 
 def _far(findings: Findings) -> list[Summary]:
@@ -134,7 +155,7 @@ def _far(findings: Findings) -> list[Summary]:
     return [dict(zip(names, cast("tuple[Any, ...]", key), strict=True)) | _counts(part) for key, part in groups]
 
 
-def _sentences(far: list[Summary]) -> Iterator[str]:
+def _masked_claims(far: list[Summary]) -> Iterator[Claim]:
     for model, task in dict.fromkeys((row["model"], row["task"]) for row in far):
         parts = [
             f"{_mask_name(row['mask'], row['k'])} {row['right']} of {row['texts']} "
@@ -143,7 +164,8 @@ def _sentences(far: list[Summary]) -> Iterator[str]:
             for row in far
             if (row["model"], row["task"]) == (model, task)
         ]
-        yield f"{model}, {task}, told more than k tokens before: {'; '.join(parts)}."
+        sentence = f"{model}, {task}, told more than k tokens before: {'; '.join(parts)}."
+        yield Claim(f"far-{task}", sentence, model)
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
@@ -151,7 +173,9 @@ def _verdict(row: Mapping[str, Any]) -> str:
 
 
 def _mask_name(mask: str, k: int) -> str:
-    return "as it is" if mask == NO_MASK else f"{mask}, k = {k}" if k else mask
+    if mask == NO_MASK:
+        return "as it is"
+    return f"{mask}, k = {k}" if k else mask
 
 
 _interval = partial(interval, form=partial(percent, form=".0f", strict=True))

@@ -192,7 +192,7 @@ def _deliver(
 ) -> NoReturn:
     import json
 
-    from semdiag.presenting.answer import show
+    from semdiag.presenting.answer import sentences_of, show
     from semdiag.presenting.tables import say_sentences
     from semdiag.presenting.terminal import beside_json
 
@@ -201,7 +201,7 @@ def _deliver(
     if not request.values["quiet"]:
         with beside_json(request.values["as_json"]):
             answer = answer_of(summary)
-            say_sentences(answer.opening or ())
+            say_sentences(sentences_of(answer.opening or ()))
             show(answer)
     raise typer.Exit(int(not all(result["passed"] for result in summary["results"])))
 

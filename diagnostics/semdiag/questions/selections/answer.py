@@ -14,7 +14,7 @@ from semdiag.mathematics.selections import CLASSES, FAULTS, GRAVITY, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.words import count, counted, decimals, number, percent, plain, text
-from semdiag.presenting.answer import Answer
+from semdiag.presenting.answer import Answer, Claim
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.selections.check import CheckedSelection
 from semdiag.selections.compare import (
@@ -258,7 +258,7 @@ def check_answer(summary: Summary) -> Answer:
                 "before did, or should have: a stale choice?"
             )
     verdict = f"{faults:,} of {rows} {'is' if faults == 1 else 'are'} faulty."
-    return Answer(opening=[verdict], shown=[*shown, *ignored_sentences(results[0])])
+    return Answer(opening=[Claim("verdict", verdict)], shown=[*shown, *ignored_sentences(results[0])])
 
 
 def _of_module(result: Summary) -> str:
@@ -306,7 +306,7 @@ def comparison_answer(summary: Summary) -> Answer:
     left_out |= {"k"} if result["k"] is not None else set()
     left_out |= set() if result["lost"]["of"] else {"lost"}
     table = NumberTable([one for one in _LAYERS if one.name not in left_out], result["layers"])
-    return Answer(opening=[verdict], shown=[name, table, *more])
+    return Answer(opening=[Claim("verdict", verdict)], shown=[name, table, *more])
 
 
 def own_answer(summary: Summary) -> Answer:
@@ -322,7 +322,7 @@ def own_answer(summary: Summary) -> Answer:
     ]
     if result["dense"] is not None:
         tables.append(NumberTable(_DENSE, result["dense"]["layers"]))
-    return Answer(opening=[verdict], shown=[name, *tables, *more])
+    return Answer(opening=[Claim("verdict", verdict)], shown=[name, *tables, *more])
 
 
 def _worst(result: Summary) -> str:

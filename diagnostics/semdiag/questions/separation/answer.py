@@ -22,7 +22,16 @@ from semdiag.measuring.findings.estimates import (
 )
 from semdiag.measuring.findings.findings import Findings, Summary, diverged
 from semdiag.measuring.words import counted, span_words
-from semdiag.presenting.answer import Answer, Glance, Outcome, drawn_word, heading, percentile_csvs, top_words
+from semdiag.presenting.answer import (
+    Answer,
+    Claim,
+    Glance,
+    Outcome,
+    heading,
+    percentile_csvs,
+    sampled_word,
+    top_words,
+)
 from semdiag.presenting.drawing.panels import (
     READING,
     NothingToDrawError,
@@ -40,38 +49,46 @@ from semdiag.presenting.drawing.style import FAINT, drawing, finished, panel_gri
 from semdiag.questions.percentile_tables import percentile_tables
 
 
-def separation_in_short(findings: Findings) -> list[str]:
+def separation_claims(findings: Findings) -> list[Claim]:
     """Return the median and lower end of Δ of the top-k models; of all sparse ones if there is none."""
     models = findings.measurements.models
     models = models[~models["attention"].isin(DENSE)]
-    models = models[models["snapshot"] == "last"] if (models["snapshot"] == "last").any() else models
-    models = models[models["attention"] == "topk"] if (models["attention"] == "topk").any() else models
-    sentences = []
+    for column, value in (("snapshot", "last"), ("attention", "topk")):
+        if (models[column] == value).any():
+            models = models[models[column] == value]
+    claims = []
     for panel in panels_of(models) if len(models) else []:
         for series in panel.series:
-            sentences.append(f"{panel.title}, {series.label}: {_separation(findings, series.model)}")
-    return sentences or ["No model drops a key: separation is undefined for full attention."]
+            claims.append(_separation_claim(findings, series.model, f"{panel.title}, {series.label}"))
+    return claims or [Claim("separation", "No model drops a key: separation is undefined for full attention.")]
 
 
-def _separation(findings: Findings, model: str) -> str:
+def _separation_claim(findings: Findings, model: str, label: str) -> Claim:
     if diverged(findings, model):
-        return "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
-    table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))
-    words = "no query drops a key, so the separation Δ is undefined"
+        unknown = "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
+        return Claim("separation", f"{label}: {unknown}", model)
+    table = findings(pooled_percentiles, "separation")[model]
+    words = f"{label}: {_separation_words(table)}."
+    busiest = findings(pooled_percentiles, "load")[model]["p100"]
+    if not math.isnan(busiest):
+        words += f" The busiest key is kept by {busiest:g} quer{'y' if busiest == 1 else 'ies'}"
+        if model in sampled_models(findings):
+            words += f", {SAMPLED}"
+        words += "."
+    return Claim("separation", words, model, table["p50"], "nats")
+
+
+def _separation_words(table: Percentiles) -> str:
     separated = table["queries"] - table["undefined"]  # the others drop no key
-    if separated:
-        ties = f"{table['not_positive']:,} of {separated:,} have none (Δ ≤ 0, a tie)"
-        ties = f"and {ties}" if table["not_positive"] else "all have more than 0"
-        words = (
-            f"the separation Δ has the median {table['p50']:.2g} nats; 5% of the queries have less than "
-            f"{table['p5']:.2g}, {ties}"
-        )
-    if math.isnan(loads["p100"]):
-        return f"{words}."
-    busiest = counted(int(loads["p100"]), "query")
-    if model in sampled_models(findings):
-        busiest += f", {SAMPLED}"
-    return f"{words}. The busiest key is kept by {busiest}."
+    if not separated:
+        return "no query drops a key, so the separation Δ is undefined"
+    ties = "all have more than 0"
+    if table["not_positive"]:
+        ties = f"and {table['not_positive']:,} of {separated:,} have none (Δ ≤ 0, a tie)"
+    return (
+        f"the separation Δ has the median {table['p50']:.2g} nats; 5% of the queries have less than "
+        f"{table['p5']:.2g}, {ties}"
+    )
 
 
 def separation_glance(findings: Findings) -> Glance:
@@ -86,13 +103,15 @@ def separation_glance(findings: Findings) -> Glance:
     if not tables:
         words = "that keep the keys with the largest scores have a finite separation Δ"
         return Glance(Outcome.OPEN, f"0 of {counted(len(every), 'model')}", words)
-    bad, queries = (sum(int(table[name]) for table in tables) for name in ("not_positive", "queries"))
+    ties = sum(int(table["not_positive"]) for table in tables)
+    queries = counted(sum(int(table["queries"]) for table in tables), "query")
     words = (
         f"is the 5th percentile of the separation Δ of {counted(len(tables), 'model')} with {top_words(findings)} "
+        f"masks; {ties:,} of {queries}{sampled_word(findings)} have none (Δ ≤ 0, a tie)"
     )
-    words += f"masks; {bad:,} of {counted(queries, 'query')}{drawn_word(findings)} have none (Δ ≤ 0, a tie)"
-    words += f"; for {len(every) - len(tables)} more it is not a number" if len(tables) < len(every) else ""
-    outcome = Outcome.DOES_NOT if bad and not sampled_models(findings) else Outcome.MEASURED
+    if len(tables) < len(every):
+        words += f"; for {len(every) - len(tables)} more it is not a number"
+    outcome = Outcome.DOES_NOT if ties and not sampled_models(findings) else Outcome.MEASURED
     return Glance(outcome, f"{span_words([table['p5'] for table in tables], '{:.2g}')} nats", words)
 
 
@@ -112,7 +131,7 @@ def answer(findings: Findings) -> Answer:
     results = findings(separation_results)
     return Answer(
         separation_glance(findings),
-        separation_in_short(findings),
+        separation_claims(findings),
         tables=percentile_csvs(findings, "separation"),
         results=results,
         shown=percentile_tables(findings, "separation", results),
@@ -132,7 +151,8 @@ def key_load(findings: Findings) -> Figure:
     }
     if not loads:
         raise NothingToDrawError("No key load was measured.")
-    panels, pooled = panels_of(findings.measurements.models), findings(pooled_percentiles, "load")
+    panels = panels_of(findings.measurements.models)
+    pooled = findings(pooled_percentiles, "load")
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_yscale("log")
@@ -175,7 +195,8 @@ def _draw(ax: Axes, panel: Panel, loads: dict[str, "pd.Series[int]"]) -> None:
 )
 def separation_by_layer(findings: Findings) -> Figure:
     """Draw the distribution of Δ over queries per layer on a logarithmic axis, and say the share ≤ 0."""
-    tables, pooled = findings(layer_percentiles, "separation"), findings(pooled_percentiles, "separation")
+    tables = findings(layer_percentiles, "separation")
+    pooled = findings(pooled_percentiles, "separation")
     panels = [
         p for p in panels_of(findings.measurements.models) if any(_defined(pooled.get(s.model)) for s in p.series)
     ]
@@ -187,11 +208,10 @@ def separation_by_layer(findings: Findings) -> Figure:
         logarithmic_limits(ax, low, high)
         shown = [series for series in panel.series if _defined(pooled.get(series.model))]
         layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
-        apart = [series for series in shown if pooled[series.model]["p50"] > 0] or shown
-        found = (
-            f"{layers_span('Δ', (tables[series.model] for series in apart))} with {' and '.join(kinds_of(apart))}"
-        )
-        title_with_facts(ax, f"{panel.title}: {found}", _shares("Δ ≤ 0 of queries", shown, pooled))
+        separated = [series for series in shown if pooled[series.model]["p50"] > 0] or shown
+        span = layers_span("Δ", (tables[series.model] for series in separated))
+        finding = f"{span} with {' and '.join(kinds_of(separated))}"
+        title_with_facts(ax, f"{panel.title}: {finding}", _shares("Δ ≤ 0 of queries", shown, pooled))
     axes[0].set_ylabel("semantic separation Δ (nats)")
     return finished(
         figure,
@@ -205,13 +225,19 @@ def _defined(table: Percentiles | None) -> bool:
 
 def _shares(words: str, series: Sequence[Series], pooled: Mapping[str, Percentiles]) -> list[str]:
     """Return in a line the share of each model's queries or keys that are not positive, where there are some."""
-    said = []
+    parts = []
     for each in series:
         table = pooled[each.model]
         share = table["not_positive"] / max(table["queries"] - table["undefined"], 1)
-        number = f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else "< 1%" if share < 0.01 else "> 99%"
-        said += [f"{each.style.name} {number}"] if share else []
-    return [f"{words}: {', '.join(said)}"] if said else []
+        if share:
+            parts.append(f"{each.style.name} {_coarse_percent(share)}")
+    return [f"{words}: {', '.join(parts)}"] if parts else []
+
+
+def _coarse_percent(share: float) -> str:
+    if share < 0.01:
+        return "< 1%"
+    return f"{share:.0%}" if share <= 0.99 or share == 1 else "> 99%"
 
 
 HEADINGS = heading(

@@ -34,8 +34,10 @@ from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval_words, number, percent, plain
 from semdiag.presenting.answer import (
     Answer,
+    Claim,
     Glance,
     Outcome,
+    Shown,
     heading,
     title,
     verdict_line,
@@ -99,8 +101,10 @@ def stability_findings(findings: Findings) -> list[Finding]:
 
 
 def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: str) -> Finding:
-    log_bound, fixed = rows[bound].to_numpy(), _fixed(rows, bound)
-    not_met, violated = _not_met(rows, bound), exceeding(rows, bound, distance)
+    log_bound = rows[bound].to_numpy()
+    fixed = _fixed(rows, bound)
+    not_met = _not_met(rows, bound)
+    violated = exceeding(rows, bound, distance)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         promised = np.exp(log_bound) * rows[distance].to_numpy()
         factor = rows["weight_change"].to_numpy() / promised
@@ -120,7 +124,8 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
     }
     if form == "paper":
         numbers["below the sound form"] = int((rows["ln_paper"] < rows["ln_sound"] - 1e-12).sum())
-    claim, note = SECANT_CLAIM if distance == "score_change" else ROWS, ""
+    claim = SECANT_CLAIM if distance == "score_change" else ROWS
+    note = ""
     if unmet := counts["not_met"]:
         ties = counted(int((rows["separation"] == 0).sum()), "tie")
         note = f"no ξ_h for {counted(unmet, 'row')}: Δ ≤ 0 ({ties} within rounding), or not finite"
@@ -136,7 +141,8 @@ def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") ->
 
 
 def _not_met(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
-    fixed, apart = _fixed(rows, bound), rows["separation"].to_numpy() > 0
+    fixed = _fixed(rows, bound)
+    apart = rows["separation"].to_numpy() > 0
     unknown: NDArray[np.bool_] = ~(rows[bound].to_numpy() < math.inf) | (~fixed & ~apart)
     return unknown
 
@@ -171,7 +177,8 @@ def stability_table(findings: Findings) -> pd.DataFrame:
     """Return percentiles of measured changes and of both forms of ξ, per layer and head, and pooled."""
     rows: list[dict[Any, Any]] = []
     for facts in findings.measurements.models[["model", "attention"]].to_dict("records"):
-        measured, model = findings.measurements.of(facts["model"]), {"model": facts["model"]}
+        measured = findings.measurements.of(facts["model"])
+        model = {"model": facts["model"]}
         local = measured.queries.assign(local=query_stability(measured.queries))
         rows += [{**model, "noise": None, **row} for row in _by_place(local, {"local": "local"})]
         named = {"secant": "secant", "response": "weight_change"}
@@ -199,7 +206,8 @@ def response_table(findings: Findings) -> pd.DataFrame:
         for level in sorted(secants["level"].unique()):
             if (pair.full, level) not in rows or (pair.other, level) not in rows:
                 continue
-            other, full = rows[pair.other, level], rows[pair.full, level]
+            other = rows[pair.other, level]
+            full = rows[pair.full, level]
             ratio = ratio_interval(other, full, "weight_change", resamples=RESAMPLES)
             results.append(
                 {
@@ -213,14 +221,15 @@ def response_table(findings: Findings) -> pd.DataFrame:
 
 def answer(findings: Findings) -> Answer:
     """Return the local constant, secants, response both forms of ξ, and whether they bound the changes."""
-    judged, results = findings(stability_findings), {}
-    shown: list[str | NumberTable] = []
+    judged = findings(stability_findings)
+    results: dict[str, Summary] = {}
+    shown: list[Shown] = []
     for row in findings.measurements.models.to_dict("records"):
         model = row["model"]
         described = _result(findings.measurements.of(model), str(row["attention"]))
         results[model] = json_ready(described | {"verdicts": verdicts_of(judged, model)})
         shown += _shown(title(findings, model), results[model])
-        shown += [verdict_line(f) for f in judged if f.subject == model]
+        shown += [verdict_line(finding) for finding in judged if finding.subject == model]
     tables = {"stability": with_facts(findings, all_by_name(findings(stability_table)))}
     tables["stability_verdicts"] = verdict_table(judged)
     if len(gains := findings.measurements[GAINS]):
@@ -228,13 +237,19 @@ def answer(findings: Findings) -> Answer:
         tables["gains"] = medians.reset_index()
     glance = stability_glance(findings)
     return Answer(
-        glance, [glance.sentence], [*stability_sentences(findings), *gain_sentences(findings)], judged,
-        tables=tables, results=results, shown=shown,
-    )  # fmt: skip
+        glance,
+        [glance.claim],
+        [*stability_claims(findings), *gain_claims(findings)],
+        judged,
+        tables=tables,
+        results=results,
+        shown=shown,
+    )
 
 
 def _result(measured: Measurements, attention: str) -> Summary:
-    secants, layers = with_bounds(measured[SECANTS], attention), []
+    secants = with_bounds(measured[SECANTS], attention)
+    layers = []
     for layer, head in sorted({*zip(measured.queries["layer"], measured.queries["head"], strict=True)}):
         parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (measured.queries, secants))
         gains = measured[GAINS][(measured[GAINS]["layer"] == layer) & (measured[GAINS]["head"] == head)]
@@ -272,18 +287,21 @@ def stability_glance(findings: Findings) -> Glance:
     """Return how many measured pairs of rows exceed the paper's bound."""
     exceeded = findings(exceeding_pairs)
     if "paper" not in exceeded:
-        return Glance(Outcome.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known", claim=True)
-    paper, pair = exceeded["paper"], exceeded[OF_PAIR]
-    mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
+        words = "were measured in attention whose ξ is known"
+        return Glance(Outcome.OPEN, "0 pairs of rows", words, of_paper=True, claim_id="exceeding")
+    paper = exceeded["paper"]
+    sound = exceeded[OF_PAIR]
     # Even if no pair exceeds it, the paper's form is not a bound for every row (docs/theory.md).
-    outcome = Outcome.DOES_NOT if paper["violated"] else Outcome.OPEN if mostly_vacuous else Outcome.MEASURED
-    return Glance(
-        outcome, f"{paper['violated']:,} of {paper['rows']:,}",
+    outcome = Outcome.OPEN if 2 * paper["vacuous"] > paper["rows"] else Outcome.MEASURED
+    if paper["violated"]:
+        outcome = Outcome.DOES_NOT
+    words = (
         f"measured pairs of rows exceed the paper's bound ξ{paper['fixed']} (for {paper['vacuous']:,} it is "
-        f"too loose to test), {pair['violated']:,} exceed the sound one of the pair (too loose for "
-        f"{pair['vacuous']:,})",
-        claim=True,
-    )  # fmt: skip
+        f"too loose to test), {sound['violated']:,} exceed the sound one of the pair (too loose for "
+        f"{sound['vacuous']:,})"
+    )
+    number = f"{paper['violated']:,} of {paper['rows']:,}"
+    return Glance(outcome, number, words, of_paper=True, claim_id="exceeding")
 
 
 def exceeding_pairs(findings: Findings) -> dict[str, dict[str, Any]]:
@@ -301,15 +319,20 @@ def exceeding_pairs(findings: Findings) -> dict[str, dict[str, Any]]:
     return exceeding
 
 
-def stability_sentences(findings: Findings) -> list[str]:
+def stability_claims(findings: Findings) -> list[Claim]:
     """Return whether ξ bounds the measured changes, form by form, and whose attention moves more."""
-    sentences = []
+    claims = []
     for model, label in model_labels(findings.measurements.models).items():
-        judged = [f for f in findings(stability_findings) if f.subject == model]
-        sentences += [f"{label}: {' '.join(f'{verdict_line(f)}.' for f in judged)}"] if judged else []
+        lines = [f"{verdict_line(f)}." for f in findings(stability_findings) if f.subject == model]
+        if lines:
+            claims.append(Claim("bounds", f"{label}: {' '.join(lines)}", model))
     samples = findings.measurements[SECANTS].groupby("model")["sample"].nunique().min()
-    sentences += [_response(row, int(samples)) for row in findings(response_table).to_dict("records")]
-    return sentences or ["Nothing was perturbed: nothing is known of the stability of these models' attention."]
+    for row in findings(response_table).to_dict("records"):
+        sentence = _response(row, int(samples))
+        ends = (row["low"], row["high"])
+        claims.append(Claim(f"response-{row['level']:g}", sentence, row["pair"], row["ratio"], "ratio", ends))
+    nothing = "Nothing was perturbed: nothing is known of the stability of these models' attention."
+    return claims or [Claim("bounds", nothing)]
 
 
 def _response(row: Mapping[Any, Any], samples: int) -> str:
@@ -321,32 +344,37 @@ def _response(row: Mapping[Any, Any], samples: int) -> str:
     if math.isfinite(row["ratio"]):
         interval = interval_words(row["low"], row["high"], partial(number, digits=2), samples)
         means += f"; ratio of the medians {row['ratio']:.2g}, {interval}"
-    more = "more" if min(row["low"], row["ratio"]) > 1 else "less" if max(row["high"], row["ratio"]) < 1 else ""
-    if more:
-        return f"{start} moves this model's attention {more} than its counterpart's ({means})."
+    if min(row["low"], row["ratio"]) > 1:
+        return f"{start} moves this model's attention more than its counterpart's ({means})."
+    if max(row["high"], row["ratio"]) < 1:
+        return f"{start} moves this model's attention less than its counterpart's ({means})."
     return f"{start}: inconclusive whether this model's attention moves more than its counterpart's ({means})."
 
 
-def gain_sentences(findings: Findings) -> list[str]:
+def gain_claims(findings: Findings) -> list[Claim]:
     """Return which layer amplifies most, and whether ξ foretells it."""
-    sentences = []
+    claims = []
     for model, label in model_labels(findings.measurements.models).items():
         gains = findings.measurements.of(model)[GAINS]
         if gains.empty:
             continue
         by_layer = gains.groupby("layer")["gain"].median()
-        samples = counted(gains["sample"].nunique(), "sample")
-        text = f"{label}: a small change of queries, keys and values can change a head's output by "
-        text += f"{by_layer.max():.3g} times as much in layer {by_layer.idxmax()}, where the median over heads is "
-        text += f"largest, and {by_layer.min():.3g} in layer {by_layer.idxmin()} ({samples})."
+        words = (
+            f"{label}: a small change of queries, keys and values can change a head's output by "
+            f"{by_layer.max():.3g} times as much in layer {by_layer.idxmax()}, where the median over heads is "
+            f"largest, and {by_layer.min():.3g} in layer {by_layer.idxmin()} "
+            f"({counted(gains['sample'].nunique(), 'sample')})."
+        )
         heads = gains.groupby(["layer", "head"], as_index=False)[["gain", "xi"]].median()
         if len(heads) >= _FEWEST_HEADS:
             foretold = head_correlation(heads)
             interval = interval_words(foretold.low, foretold.high)
-            text += f" Over its {len(heads)} heads the rank correlation of this gain with ξ is "
-            text += f"{foretold.estimate:.2f}, {interval} (heads resampled)."
-        sentences.append(text)
-    return sentences
+            words += (
+                f" Over its {len(heads)} heads the rank correlation of this gain with ξ is "
+                f"{foretold.estimate:.2f}, {interval} (heads resampled)."
+            )
+        claims.append(Claim("gain", words, model, float(by_layer.max()), "ratio"))
+    return claims
 
 
 def head_correlation(heads: pd.DataFrame) -> Interval:
@@ -382,7 +410,8 @@ def _shown(name: str, result: Summary) -> Iterator[str | NumberTable]:
 POINTS = 300
 _EXCEEDING = 50
 _RANGE = (0.1, 100.0)
-_TOP, _FLOOR = 10.0, 1e-5
+_TOP = 10.0
+_FLOOR = 1e-5
 _MOST = 3  # panels
 _NAMED = 5  # layers of models with rows above the paper's form
 _SHADE = "#f6dcc3"
@@ -400,7 +429,8 @@ def stability_curves(findings: Findings) -> Figure:
     rows = _rows(findings)
     if rows.empty:
         raise NothingToDrawError("No secant of full attention or of a fixed mask was measured.")
-    panels, labels = _lengths(rows), short_labels(findings.measurements.models)
+    panels = _lengths(rows)
+    labels = short_labels(findings.measurements.models)
     figure, axes = panel_grid(len(panels), height=3.6)
     for ax, keys in zip(axes, panels, strict=True):
         _draw_curves(ax, keys)
@@ -436,7 +466,8 @@ def _lengths(rows: pd.DataFrame) -> list[int]:
 
 def _rows(findings: Findings) -> pd.DataFrame:
     """Return nonzero secants of full attention and fixed masks beside ξ, full attention first."""
-    measurements, parts = findings.measurements, []
+    measurements = findings.measurements
+    parts = []
     models = measurements.models[measurements.models["attention"].isin(FIXED_MASKS)]
     for model, attention in zip(models["model"], models["attention"], strict=True):
         secants = with_bounds(measurements[SECANTS][measurements[SECANTS]["model"] == model], attention)
@@ -473,7 +504,8 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
     points = rows.loc[chosen]
     kinds = [kind for kind in ATTENTION_STYLES | DENSE_STYLES if kind in set(points["attention"])]
     for kind in kinds:
-        style, of_kind = attention_style(kind), points[points["attention"] == kind]
+        style = attention_style(kind)
+        of_kind = points[points["attention"] == kind]
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=4,
                 label=f"{style.name}, measured")  # fmt: skip
         ax.plot(

@@ -10,7 +10,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import attention_label, panels_of
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
 from semdiag.questions import registry
-from semdiag.reporting.report import in_short
+from semdiag.reporting.report import summary_sentences
 from semdiag_models import ATTENTIONS
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -64,7 +64,7 @@ def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):
     found = Findings(measured)
     (said,) = (
         s
-        for s in in_short(found, {"dispersion": registry.QUESTIONS["dispersion"].answered(found)})
+        for s in summary_sentences(found, {"dispersion": registry.QUESTIONS["dispersion"].answered(found)})
         if "masks that ignore the scores" in s
     )
     assert "random-" in said

@@ -8,13 +8,14 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
+from semdiag.presenting.answer import sentences_of
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
 from semdiag.questions.compare.answer import (
     answer_table,
     change_table,
     compare_map,
-    comparison_sentences,
+    comparison_claims,
     head_ranking,
 )
 from semdiag.questions.compare.measure import COMPARED, COMPARED_OUTPUTS
@@ -101,13 +102,16 @@ def test_no_interval_of_a_divergence_lies_below_0(model):
     assert row["high"] > row["divergence"]
 
 
+def sentences(entry):
+    return sentences_of(comparison_claims(entry["model"], entry))
+
+
 def test_the_sentences_and_the_summary_say_the_numbers(found):
     summary = registry.QUESTIONS["compare"].json(found)
     assert (summary["schema"], summary["top"]) == ("semdiag.compare/2", 8)
     (entry,) = summary["results"]
     assert (entry["model"], entry["base"], len(entry["layers"]), len(entry["heads"])) == ("b.pt", "base.pt", 2, 4)
-    said = comparison_sentences(entry)
-    assert said == [
+    assert sentences(entry) == [
         "Total variation of the weights: 0.163 in the mean of 240 queries (no interval), 0.5 at "
         "most; most in layer 0, head 1: 0.3.",
         "Attention's outputs change by 0.7 of their norm: the other weights alone change them by 0.3, the other "
@@ -116,11 +120,11 @@ def test_the_sentences_and_the_summary_say_the_numbers(found):
         "Loss of 24 targets: 2 nats before, 3 after.",
     ]
     entry["outputs"] |= {"predictions": 0, "divergence": None, "loss": None, "loss_base": None}
-    assert comparison_sentences(entry)[2:] == ["The model's outputs change by 0.1 of their norm, in the mean."]
+    assert sentences(entry)[2:] == ["The model's outputs change by 0.1 of their norm, in the mean."]
     entry["outputs"] = None
-    assert len(comparison_sentences(entry)) == 2
+    assert len(sentences(entry)) == 2
     entry["all"] |= {"total_variation": 0.0, "largest": 0.0}
-    assert comparison_sentences(entry)[0] == "The weights of all 240 queries are the same."
+    assert sentences(entry)[0] == "The weights of all 240 queries are the same."
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import load
 from semdiag.measuring.calls.running import unnamed
 from semdiag.questions import registry
-from semdiag.questions.compare.answer import comparison_sentences
+from semdiag.questions.compare.answer import comparison_claims
 from semdiag.questions.compare.measure import (
     SUMS,
     CallPairs,
@@ -175,8 +175,9 @@ def test_a_pruned_head_is_named_before_what_follows_from_it(pruned, said):
         getattr(other, part)[block].bias[rows] = 0
     found = semdiag.compare(base, other, [ids()])
     (result,) = registry.QUESTIONS["compare"].json(semdiag.Findings(found))["results"]
-    sentence = comparison_sentences(result)[0]
-    assert said in sentence if said else "begins" not in sentence
+    first = comparison_claims(result["model"], result)[0]
+    assert (first.id == "beginning") == (said is not None)
+    assert (said or "") in first.sentence
 
 
 def rounded(model, bits):

@@ -7,9 +7,10 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
+from semdiag.presenting.answer import sentences_of
 from semdiag.questions import registry
 from semdiag.questions.convergence.answer import (
-    convergence_in_short,
+    convergence_claims,
     speed_interval,
     speed_words,
 )
@@ -57,7 +58,7 @@ def test_of_many_seeds_the_first_are_drawn_and_that_is_said(model):
 
 @pytest.mark.slow
 def test_words_say_bounds_and_confidence(runs):
-    first, others = convergence_in_short(Findings(runs))
+    first, others = sentences_of(convergence_claims(Findings(runs)))
     assert first.endswith(
         ": topk-3 needs the fewest epochs to 95% training accuracy: topk-3 2, 2, 2 (speed-up 2; 2 to 2 (75%))."
     )

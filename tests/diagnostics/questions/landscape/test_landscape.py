@@ -15,7 +15,7 @@ from semdiag.measuring.encoders.weights import MovableEncoder
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions, measure
 from semdiag.measuring.survey import survey
-from semdiag.questions.landscape.answer import landscape_facts, landscape_sentences, working_distance
+from semdiag.questions.landscape.answer import landscape_claims, landscape_facts, working_distance
 from semdiag.questions.landscape.measure import LandscapePlan, landscape_table
 from semdiag_files import InputError
 
@@ -177,8 +177,8 @@ def test_facts_of_a_plane(tiny_models, inputs):
 def test_planes_are_counted_in_words(tiny_models, inputs, planes, said):
     found = measure(tiny_models[0], inputs[0])
     table = landscape_table(tiny_models[0], *inputs, plan=LandscapePlan(planes=planes, grid=3))
-    (sentence,) = landscape_sentences(Findings(found.replace(landscape=table)))
-    assert said in sentence
+    (claim,) = landscape_claims(Findings(found.replace(landscape=table)))
+    assert said in claim.sentence
 
 
 @pytest.mark.parametrize("label", [7, -1, -100])

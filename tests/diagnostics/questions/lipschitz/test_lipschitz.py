@@ -20,11 +20,12 @@ from semdiag.measuring.encoders.weights import MovableEncoder
 from semdiag.measuring.findings.findings import Findings, Pair, Verdict
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.words import FEWEST
+from semdiag.presenting.answer import sentences_of
 from semdiag.questions.lipschitz.answer import (
     AT_POINT,
     SECANT_CLAIM,
     estimate_findings,
-    lipschitz_sentences,
+    lipschitz_claims,
     ordering_findings,
     secant_percentiles,
     secant_ratios,
@@ -385,7 +386,7 @@ def test_slopes_and_bounds_that_are_zero_have_no_gap(zero, tiny_config, inputs):
     found = Findings(semdiag.lipschitz(encoder, *inputs, FEW))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first, *each = lipschitz_sentences(found)
+        first, *each = sentences_of(lipschitz_claims(found))
     said = " ".join(each)
     judged = sum(int(f.numbers["holds"]) for f in estimate_findings(found))
     assert first == f"0 of {judged} estimates exceed their bound."

@@ -17,7 +17,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.subject import Subject
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
-from semdiag.presenting.answer import show
+from semdiag.presenting.answer import sentences_of, show
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
 from semdiag.questions.mask_precision.answer import (
@@ -216,8 +216,7 @@ def by_hand(model):
 
 
 def said(findings):
-    details = registry.QUESTIONS["mask-precision"].answered(findings).details
-    return " ".join(each for each in details if isinstance(each, str))
+    return " ".join(sentences_of(registry.QUESTIONS["mask-precision"].answered(findings).details))
 
 
 @pytest.mark.slow
@@ -241,15 +240,15 @@ def test_shares_are_of_the_covered_rows(by_hand):
 def test_what_is_said_of_each_model(by_hand):
     details = registry.QUESTIONS["mask-precision"].answered(Findings(by_hand)).details
     full, first, _, last, topk, second, *_, banded = details
-    assert full.endswith("top-3 would choose from its scores.")
-    assert topk.endswith("the model's own mask, k = 3.")
-    assert last == (
+    assert full.sentence.endswith("top-3 would choose from its scores.")
+    assert topk.sentence.endswith("the model's own mask, k = 3.")
+    assert last.sentence == (
         "float8_e4m3fn: Certified rows that changed: 0 of 36. Not covered: 24 of 144 rows (scores with a bias)."
     )
     assert second.rows[-1][0:2] == ("float8_e4m3fn", "all")
     assert {"30.0%", "45.00%", "20.00%", "55.00%", "0.2", "0.3"} <= {*second.rows[-1]}
     assert len(first.rows) == len(second.rows) == 6
-    assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
+    assert banded.sentence.endswith("not applicable: the mask of banded attention does not depend on the input.")
     glance = precision_glance(Findings(by_hand))
     assert (glance.answer, glance.number) == ("measured", "15%")
     assert glance.words.startswith("of the masks of 2 models change in bfloat16")

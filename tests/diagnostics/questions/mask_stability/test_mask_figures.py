@@ -11,6 +11,7 @@ from matplotlib.text import Text
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import mean_interval
 from semdiag.measuring.measurements import Measurements
+from semdiag.presenting.answer import sentences_of
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import MASK_STYLES
 from semdiag.questions import registry
@@ -113,7 +114,7 @@ def test_the_cost_is_drawn_with_interval_control_and_tolerance_and_each_kind_is_
         assert colors["top-k by head"] == MASK_STYLES["topk"].color
         assert {"random (control)", "within 0.01 nats"} <= set(colors)
         assert "nats" in ax.get_ylabel()
-    assert figure.said["keys-topk--point-0"].startswith("top-k by head, k = 1, ")
+    assert figure.tooltips["keys-topk--point-0"].startswith("top-k by head, k = 1, ")
 
 
 @pytest.mark.slow
@@ -132,8 +133,7 @@ def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
 
 
 def said(findings):
-    details = registry.QUESTIONS["mask-stability"].answered(findings).details
-    return [each for each in details if isinstance(each, str)]
+    return sentences_of(registry.QUESTIONS["mask-stability"].answered(findings).details)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_what_is_said_of_masks(pair, probed):
     assert lines[-1].endswith("not applicable: the mask of banded attention does not depend on the input")
     (short,) = registry.QUESTIONS["mask-stability"].answered(Findings(probed(pair))).headline
     words = r"\d+% of the masks of 1 model stay the same under noise of 10%; \d+% of those that top-3 would choose"
-    assert re.match(words, short)
+    assert re.match(words, short.sentence)
     assert registry.QUESTIONS["mask-stability"].answered(Findings(pair)).headline == []
 
 
@@ -172,7 +172,7 @@ def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
 
 @pytest.mark.slow
 def test_what_is_said_of_other_k(pair, probed):
-    full, topk, banded = registry.QUESTIONS["k-sweep"].answered(Findings(probed(pair))).details
+    full, topk, banded = sentences_of(registry.QUESTIONS["k-sweep"].answered(Findings(probed(pair))).details)
     assert "inconclusive before it is run with masks: k = 6 keeps 100.0% of the weight" in full
     assert "trained with top-k attention, k = 3" in topk
     assert banded.endswith("inconclusive: its mask does not rank keys by their scores.")
@@ -193,7 +193,7 @@ def test_what_is_said_of_the_conditions_is_a_sentence(pair, probed, range_of_ful
     percentiles = [name for name in sweep if re.fullmatch(r"p\d+", name)]
     sweep.loc[(sweep["quantity"] == "dispersion") & (sweep["k"] == 0), percentiles] = range_of_full
     full = registry.QUESTIONS["k-sweep"].answered(Findings(found.replace(sweep=sweep))).details[0]
-    assert full.endswith(f"The paper's conditions of Corollary 1 {said}")
+    assert full.sentence.endswith(f"The paper's conditions of Corollary 1 {said}")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from semdiag.measuring.calls.collector import scored_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions, measure
 from semdiag.measuring.survey import survey
+from semdiag.presenting.answer import sentences_of
 from semdiag.questions import registry
 from semdiag.questions.overlap.answer import overlap_table
 from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
@@ -190,7 +191,7 @@ def test_the_section_draws_says_and_tabulates(tiny_runs):
     assert panels[0].images[0].get_array().shape == (2, 4)
     unknown = found.measurements.overlap.assign(chance=np.nan, jaccard=np.nan)
     drawing(Findings(found.measurements.replace(overlap=unknown))).draw_without_rendering()
-    sentences = question.answered(found).details
+    sentences = sentences_of(question.answered(found).details)
     assert len(sentences) == 2 * 3  # layers, heads and successive queries of each model
     assert all("at random" in sentence and "samples" in sentence for sentence in sentences)
     assert any("the mask that top-3 would choose" in sentence for sentence in sentences)

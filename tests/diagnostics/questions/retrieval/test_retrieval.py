@@ -14,7 +14,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import Inputs, survey
-from semdiag.presenting.answer import Outcome
+from semdiag.presenting.answer import Outcome, sentences_of
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import retrieval as question
 from semdiag.questions.retrieval.answer import answer, loses, mcnemar, retrieval_by_distance, retrieval_table
@@ -71,7 +71,7 @@ def test_the_answer_says_it_in_words_and_the_figure_by_distance(found):
     said = answer(found)
     assert said.glance.answer == Outcome.MEASURED
     assert said.glance.number == "2 of 8 masks"
-    text = " ".join(said.headline)
+    text = " ".join(sentences_of(said.headline))
     assert "as it is answers induction in 16 of 16 texts of 160 tokens" in text
     assert "window, k = 64 0 of 8 (0%–37%; as it is 8; lost, p = 0.0078; perplexity of the text" in text
     assert "topk, k = 64 8 of 8 (63%–100%; as it is 8; no loss shown, p = 1; perplexity of the text" in text
@@ -163,7 +163,7 @@ def test_a_model_that_cannot_do_it_is_not_judged():
         measured(loaded(blind), tasks=("passkey",), kinds=("window",), ks=(16,), lengths=(100,), samples=2)
     )
     assert said.glance.answer == Outcome.OPEN
-    assert said.headline == [
+    assert sentences_of(said.headline) == [
         "copier as it is answers passkey in 0 of 6 texts of 100 tokens (by chance 25%; too few to judge masks by)."
     ]
 

@@ -2,7 +2,7 @@
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
-from semdiag.questions.separation.answer import separation_in_short
+from semdiag.questions.separation.answer import separation_claims
 
 
 def test_only_queries_that_drop_a_key_are_counted(wild_encoder, padded_tokens):
@@ -12,5 +12,5 @@ def test_only_queries_that_drop_a_key_are_counted(wild_encoder, padded_tokens):
     dropping = queries.index[queries["kept"] < queries["keys"]]
     assert 2 < len(dropping) < len(queries)
     queries.loc[dropping[:2], "separation"] = 0.0
-    (sentence,) = separation_in_short(Findings(measurements.replace(queries=queries)))
-    assert f"and 2 of {len(dropping)} have none (Δ ≤ 0, a tie)" in sentence
+    (claim,) = separation_claims(Findings(measurements.replace(queries=queries)))
+    assert f"and 2 of {len(dropping)} have none (Δ ≤ 0, a tie)" in claim.sentence
