@@ -55,5 +55,6 @@ QUESTION = Question(
     takes=("k", "every", *SAMPLING),
     leave_out=(),
     report_plan=InitialisationPlan,
+    pictured=True,
     place="screen",
 )

@@ -109,5 +109,6 @@ QUESTION = Question(
     takes=("models", "every"),
     defaults={"levels": "0.001,0.01,0.1"},
     needs=("masks", "noise_effects"),
+    pictured=True,
     place="screen",
 )
