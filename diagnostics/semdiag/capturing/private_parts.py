@@ -138,7 +138,7 @@ def _transforms() -> bool:
         return row.sum()
 
     torch.vmap(noted)(x)
-    torch.func.jvp(noted, (x,), (x,))  # torch.func.grad would import the compiler
+    torch.func.vjp(noted, x)  # torch.func.grad would import the compiler
     noted(x)
     return places == [(True, True, True), (True, False, True), (False, False, True)]
 
