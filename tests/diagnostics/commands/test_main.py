@@ -71,7 +71,7 @@ def test_every_declared_option_stands_in_the_help_of_the_installed_typer(run_sem
         shown = {w for row in re.findall(r"^│ [* ]*(-.*)$", help_text, re.M) for w in re.split(r"[ ,/]+", row)}
         for name, kind in get_type_hints(registered.callback, include_extras=True).items():
             for option in getattr(kind, "__metadata__", ()):
-                if isinstance(option, typer.models.OptionInfo):
+                if isinstance(option, typer.models.OptionInfo) and not option.hidden:
                     first = option.default  # in Annotated the first declaration is in the place of the default
                     declared = [one for one in (first, *(option.param_decls or ())) if isinstance(one, str)]
                     spelled = "/".join(declared) or f"--{name.replace('_', '-')}"

@@ -38,7 +38,8 @@ class FunctionWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
         higher_order = isinstance(func, HigherOrderOperator)
-        self.recorder.vectorized = recording.in_vmap()
+        with self.recorder.guarded(name):
+            self.recorder.vectorized = recording.in_vmap()
         if name not in _WATCHED and not higher_order:
             return func(*args, **kwargs)
         once = recording.Once(func)

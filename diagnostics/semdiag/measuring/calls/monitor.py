@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -288,28 +289,32 @@ class Monitor:
     def stop(self) -> None:
         """Restore the model; rows remain readable."""
         begun = self._hooks is not None
-        reports = self._ranks.reports
+        reports = False
+        with self._faults.reporting():
+            reports = self._ranks.reports  # before this process leaves the others
         unseen = begun and self.step == self._first_step and not self._micro
         try:
             self._catch_up()
         finally:
             self._leave()
-        never = {rule.quantity for rule in self._watch.rules} - self._watch.met
-        if begun and self._last and never and reports:
-            warn(f"No row had a value of {', '.join(sorted(never))}: these alarms watched nothing.")
-        if unseen:
-            warn(f"The monitor saw no forward call in training mode (model.train()). {_COMPILED}")
+        with self._faults.reporting():
+            never = {rule.quantity for rule in self._watch.rules} - self._watch.met
+            if begun and self._last and never and reports:
+                warn(f"No row had a value of {', '.join(sorted(never))}: these alarms watched nothing.")
+            if unseen:
+                warn(f"The monitor saw no forward call in training mode (model.train()). {_COMPILED}")
 
     def _leave(self) -> None:
         with undone(self._undo):
             pass
 
     def _undo(self) -> None:
-        for undo in (self._take_off, self._look.close, self._written, self._ranks.leave):
+        close_outputs = partial(self._outputs.close, self._faults)
+        for undo in (self._take_off, self._look.close, self._written, self._ranks.leave, close_outputs):
             with self._faults.reporting():
                 undo()
-        self._looked_at = self._looker = None
-        self._outputs.close(self._faults)
+        self._looked_at = None
+        self._looker = None
 
     def _take_off(self) -> None:
         if self._hooks is not None:
@@ -370,7 +375,7 @@ class Monitor:
             now = self._now = _Looking(step)
             with self._faults.reporting(), ExitStack() as look:
                 look.enter_context(self._padding.watched(arguments))
-                watch = watch_attention(model, lambda call: self._reduce(call, now), inside=inside)
+                watch = watch_attention(model, partial(self._reduce, look=now), inside=inside)
                 now.audit = look.enter_context(watch)
                 self._look = look.pop_all()
                 now.seen = False
@@ -468,7 +473,12 @@ class Monitor:
                 self._on_alarm(alarm)
         elif self._on_alarm == "raise":
             raise AlarmError(alarms[0], len(alarms) - 1)
-        elif self._ranks.reports:
+        else:
+            with self._faults.reporting():
+                self._warn_of(alarms)
+
+    def _warn_of(self, alarms: list[Alarm]) -> None:
+        if self._ranks.reports:
             further = f" and {len(alarms) - 1} more" if len(alarms) > 1 else ""
             warn(f"{alarms[0]}{further}")
 

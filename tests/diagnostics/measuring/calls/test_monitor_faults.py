@@ -22,6 +22,7 @@ GUARDS = {
     "Hooks.__init__.<locals>.unless_removed", "Monitor._before", "Monitor._after", "Monitor._report_alarms",
     "Faults.reporting", "_Hooks.before", "_Hooks.after", "FunctionWatch.__torch_function__", "Once.__init__",
     "OperationWatch.__torch_dispatch__", "Recorder.forgives", "undone", "Monitor.stop", "Monitor._leave",
+    "Monitor._reduce", "Monitor._catch_up", "Monitor._undo", "Recorder.guarded",
 }  # fmt: skip
 DRAWN = None if os.environ.get("SEMDIAG_EVERY_CASE") else 12
 
