@@ -49,7 +49,7 @@ class StackedEmbedding(nn.Module):
         return F.embedding(ids, self.weight.flatten(0, 1))
 
 
-def stacked(encoders: "Sequence[Encoder]") -> "Encoder":
+def stacked_encoder(encoders: "Sequence[Encoder]") -> "Encoder":
     """Return an encoder of the samples of several, one after the other, with parameters (G, …)."""
     together = copy.deepcopy(encoders[0])
     kinds: dict[type[nn.Module], Any] = {nn.Linear: StackedLinear, nn.Embedding: StackedEmbedding}
@@ -71,7 +71,7 @@ class Steps:
         self._training = first.training
         self._device = first.device
         self._count = len(trainers)
-        self._encoder = first.encoder if self._count == 1 else stacked([t.encoder for t in trainers])
+        self._encoder = first.encoder if self._count == 1 else stacked_encoder([t.encoder for t in trainers])
         self._parameters: list[Tensor] = list(self._encoder.parameters())
         self._forward: Any = torch.compile(self._encoder) if self._training.compiled else self._encoder
         splits = [trainer.train_split for trainer in trainers]

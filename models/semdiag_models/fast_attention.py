@@ -68,7 +68,7 @@ class _Dropout(torch.autograd.Function):
         return _Dropout.forward(ctx, grad, ctx.p, ctx.drops, None), None, None, d_residual
 
 
-def largest_scores(
+def largest_positions(
     q: Tensor, keys: Tensor, scale: float, k: int, allowed: Tensor | None, in_order: bool
 ) -> Tensor:
     """Return the positions of each query's k largest scores, -1 for keys that are not allowed, strip by strip."""

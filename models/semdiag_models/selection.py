@@ -34,7 +34,7 @@ def select_by_score(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Atten
     scale = sign * layer.scale
     if layer.core.fast:
         in_order = not fast_attention.uses_masked_matrices(layer, q)
-        positions = fast_attention.largest_scores(q, keys, scale, k, allowed, in_order)
+        positions = fast_attention.largest_positions(q, keys, scale, k, allowed, in_order)
     else:
         scores = scale * (q @ keys.mT)
         if allowed is not None:

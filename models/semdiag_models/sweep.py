@@ -208,7 +208,7 @@ class Order(NamedTuple):
     provenance: dict[str, Any]  # stored in every snapshot
 
 
-class Outcome(NamedTuple):
+class AttemptOutcome(NamedTuple):
     """End of an attempt: a status, and one line with the reason unless it is ``done``."""
 
     status: str
@@ -216,7 +216,7 @@ class Outcome(NamedTuple):
     retry: bool = False  # whether another attempt may succeed
 
 
-KILLED = Outcome("failed", "its process was killed, by someone or for lack of memory", retry=True)
+KILLED = AttemptOutcome("failed", "its process was killed, by someone or for lack of memory", retry=True)
 
 
 def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
@@ -230,10 +230,10 @@ def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
     return ("done" if ended(saved.history, run.training) else "begun"), saved
 
 
-def train_order(order: Order) -> list[Outcome]:
+def train_order(order: Order) -> list[AttemptOutcome]:
     """Train runs to their ends from their current state, on one CPU thread, in a process of its own."""
     torch.set_num_threads(1)
-    outcomes = {run.name: Outcome("done") for run in order.runs}
+    outcomes = {run.name: AttemptOutcome("done") for run in order.runs}
     left = list(order.runs)
     device = find_device(order.device)
     opened = dict[Trainer, Path]()
@@ -250,16 +250,18 @@ def train_order(order: Order) -> list[Outcome]:
             if left:
                 train_seed_runs(opened, order.provenance)
     except DivergedError as error:
-        outcomes |= {left[member].name: Outcome("diverged", str(error)) for member in error.members}
+        outcomes |= {left[member].name: AttemptOutcome("diverged", str(error)) for member in error.members}
     except InputError as error:
-        outcomes |= {run.name: Outcome("failed", str(error)) for run in left}
+        outcomes |= {run.name: AttemptOutcome("failed", str(error)) for run in left}
     except Exception as error:  # full disk, no memory, a bug of ours: record it, and try again
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        outcomes |= {run.name: Outcome("failed", problem, retry=True) for run in left}
+        outcomes |= {run.name: AttemptOutcome("failed", problem, retry=True) for run in left}
     return list(outcomes.values())
 
 
-def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
+def train_all(
+    orders: list[Order], workers: Workers, retries: int
+) -> Iterator[tuple[SweepRun, AttemptOutcome] | None]:
     """Train many runs, several at a time; yield each with its end, and None now and then."""
     waiting = deque(orders)
     attempts = Counter[str]()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from semdiag.capturing.loading import LoadedModel
 
-_judged = partial(options.option, panel="What is judged")
+_judged = partial(options.command_option, panel="What is judged")
 
 
 def _check(

@@ -48,15 +48,15 @@ def _report(
         "--keep-queries", help="Keep every query in the report's data/, so that --from can redraw it.",
         hidden=True,
     )] = False,
-    thorough: Annotated[bool, options.option(
+    thorough: Annotated[bool, options.command_option(
         "Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
         "--thorough", rare=True,
     )] = False,
-    minutes: Annotated[float, options.option(
+    minutes: Annotated[float, options.command_option(
         "Also run an external model with sparse attention, on as many samples as fit into about this many "
         "minutes. 0: not at all.", "--rerun-minutes", min=0,
     )] = 2,
-    lengths: Annotated[str, options.option(
+    lengths: Annotated[str, options.command_option(
         "Also run an external model on pieces of these lengths, cut from as many samples.", metavar="L,L",
     )] = "",
     show: Annotated[bool, options.output_option("Open the page in the browser.", "--open", rare=True)] = False,

@@ -16,7 +16,7 @@ from semdiag_files import InputError, RunLock
 
 if TYPE_CHECKING:
     from semdiag_files.workers import Workers
-    from semdiag_models.sweep import Outcome, SweepRun
+    from semdiag_models.sweep import AttemptOutcome, SweepRun
 
 
 def sweep(
@@ -145,7 +145,7 @@ class _Rows:
         self.by_run: dict[str, RunResult] = {}
         self.update_all(runs)
 
-    def update(self, run: "SweepRun", outcome: "Outcome | None" = None) -> RunResult:
+    def update(self, run: "SweepRun", outcome: "AttemptOutcome | None" = None) -> RunResult:
         """Read a run's row from its folder or its record."""
         folder = self._folder / run.name
         row = result(run, folder, self._options.target, outcome, self._options.records)

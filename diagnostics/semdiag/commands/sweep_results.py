@@ -11,7 +11,7 @@ from semdiag_files import InputError, read_json, write_csv, write_text
 
 if TYPE_CHECKING:
     from semdiag_models import Checkpoint
-    from semdiag_models.sweep import Outcome, SweepRun
+    from semdiag_models.sweep import AttemptOutcome, SweepRun
 
 SCHEMA = "semdiag.run/1"  # of a record
 
@@ -41,7 +41,7 @@ def result(
     run: "SweepRun",
     folder: Path,
     target: float,
-    outcome: "Outcome | None" = None,
+    outcome: "AttemptOutcome | None" = None,
     records: Path | None = None,
     keep: bool = True,
 ) -> RunResult:

@@ -192,7 +192,9 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     return options.with_parameters(lambda **values: command(**values), [*ordered, *more], command.__doc__)
 
 
-_data, _text, _run = (partial(options.option, panel=panel) for panel in ("Data", "Text", "Run"))  # of the help
+_data, _text, _run = (
+    partial(options.command_option, panel=panel) for panel in ("Data", "Text", "Run")
+)  # of the help
 
 
 @_options

@@ -20,9 +20,9 @@ SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would ch
 _MOST = 200  # number of runs offered
 
 
-def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+def names(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
     """Complete one of several names."""
-    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+    return lambda incomplete: [name for name in choices if name.startswith(incomplete)]
 
 
 def models(incomplete: str) -> list[str]:
@@ -43,7 +43,7 @@ def models(incomplete: str) -> list[str]:
 MEASURE, WHERE, OUTPUT = "What is measured", "Where it runs", "Output"  # headings of the help
 
 
-def option(help: str, *names: str, panel: str = MEASURE, rare: bool = False, **more: Any) -> Any:
+def command_option(help: str, *names: str, panel: str = MEASURE, rare: bool = False, **more: Any) -> Any:
     """Declare an option, for the ``Annotated`` type of a parameter; only ``--help-all`` shows a rare one."""
     return typer.Option(*names, help=help, rich_help_panel=panel, hidden=rare, **more)
 
@@ -52,7 +52,7 @@ def option_field(
     default: Any, help: Any, *flags: str, read: Callable[[str, str], Any] | None = None, **more: Any
 ) -> Any:
     """Return the field of a plan that is an option, declared by its help; ``read`` makes its value from a text."""
-    info = option(help, *flags, **more) if isinstance(help, str) else help
+    info = command_option(help, *flags, **more) if isinstance(help, str) else help
     return field(default=default, metadata={"option": info, "read": read})
 
 
@@ -61,11 +61,11 @@ def shared_field(default: Any) -> Any:
     return field(default=default, metadata={"shared": True})
 
 
-place_option, output_option = (partial(option, panel=panel) for panel in (WHERE, OUTPUT))
+place_option, output_option = (partial(command_option, panel=panel) for panel in (WHERE, OUTPUT))
 
 Config = Annotated[
     Path | None,
-    option(
+    command_option(
         "For a checkpoint of the paper's code whose file name does not state its configuration: a JSON file "
         "with mask_type, mask_size, n_heads …",
         rare=True,
@@ -73,14 +73,14 @@ Config = Annotated[
 ]
 Head = Annotated[
     str,
-    option(
+    command_option(
         "Of Hugging Face models: auto loads the class that the configuration names, with its head, so that "
         "losses and predictions are the model's own. none loads the body alone.",
         metavar="auto|none",
         rare=True,
     ),
 ]
-NOISE = option(
+NOISE = command_option(
     "Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
     "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
     "--noise",
@@ -291,13 +291,13 @@ def of_plan(plan: type | None) -> dict[str, tuple[Any, Any]]:
 
 def plan_from(plan: type, typed: dict[str, Any], values: dict[str, Any]) -> Any:
     """Return a plan with what the user typed, read from texts, and with values of shared options."""
-    found = {one.name: values[one.name] for one in fields(plan) if "shared" in one.metadata}
+    settings = {one.name: values[one.name] for one in fields(plan) if "shared" in one.metadata}
     for one in (one for one in fields(plan) if one.name in typed):
         _, info, read = _declared(one)
         flags = [name for name in (info.default, *(info.param_decls or ())) if str(name).startswith("--")]
         name = flags[0] if flags else f"--{one.name.replace('_', '-')}"
-        found[one.name] = read(typed[one.name], name) if read else typed[one.name]
-    return plan(**found)
+        settings[one.name] = read(typed[one.name], name) if read else typed[one.name]
+    return plan(**settings)
 
 
 def with_parameters(

@@ -4,14 +4,14 @@ from typing import Self
 
 from semdiag.measuring.progress import SurveyProgress
 from semdiag.measuring.words import counted
-from semdiag.presenting.terminal import Minutes, clock, tell, terminal, visible
+from semdiag.presenting.terminal import Minutes, clock, escaped, tell, terminal
 
 _WIDTH = 50  # of a stage's name
 
 
 def _shown(stage: str) -> str:
     """Return a stage's name, of a long path the last folders that have room."""
-    stage = visible(stage)  # escapes take room, which the console would not give them
+    stage = escaped(stage)  # escapes take room, which the console would not give them
     end = stage[1 - _WIDTH :]
     return stage if len(stage) <= _WIDTH else f"…{end[max(0, end.find('/')) :]}"
 
@@ -28,7 +28,7 @@ class Stages(SurveyProgress):
         self._quiet = quiet
         self._hidden = quiet or not console.is_terminal  # in a file even a transient bar leaves an empty line
         self._bar = Bars(*columns, TimeElapsedColumn(), console=console, disable=self._hidden, transient=True)
-        self._whole = self._bar.add_task(visible(name), total=stages)
+        self._whole = self._bar.add_task(escaped(name), total=stages)
         self._step = self._bar.add_task("loading", total=None)
         self._begun = False
         self._name = name
@@ -70,19 +70,19 @@ class Stages(SurveyProgress):
             tell(f"semdiag: {text}")
 
     def _state(self) -> str:
-        whole, step = self._bar.tasks
+        stages_bar, step = self._bar.tasks
         counted = f" ({step.completed:g} of {step.total:g})" if step.total else ""
-        stages = f" stage {whole.completed + 1:g} of {whole.total:g}," if whole.total != 1 else ""
+        stages = f" stage {stages_bar.completed + 1:g} of {stages_bar.total:g}," if stages_bar.total != 1 else ""
         return f"{self._name}{stages} {step.description}{counted}"
 
     def _share(self) -> float | None:
         """Return the share of time that has passed; later stages are assumed to last as long as those so far."""
-        whole, step = self._bar.tasks
-        if not whole.total:
+        stages_bar, step = self._bar.tasks
+        if not stages_bar.total:
             return None
         if not step.total or not step.completed:
-            return whole.completed / whole.total
+            return stages_bar.completed / stages_bar.total
         in_all, on_stage = (clock() - since for since in (self._started, self._stage_started))
         until_next = in_all - on_stage + on_stage * step.total / step.completed
-        stages = whole.completed + 1
-        return in_all / (until_next * whole.total / stages)
+        stages = stages_bar.completed + 1
+        return in_all / (until_next * stages_bar.total / stages)

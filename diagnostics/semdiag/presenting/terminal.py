@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def visible(text: str) -> str:
+def escaped(text: str) -> str:
     r"""Return a text with control characters escaped: :func:`semdiag_files.visible`."""
     if text.replace("\n", "").isprintable():  # without control sequences; the other function would import torch
         return text
@@ -50,12 +50,12 @@ def results_on_stderr() -> bool:
 
 def tell(line: str) -> None:
     """Print a line about progress, or a remark, on stderr."""
-    typer.echo(visible(line), err=True)
+    typer.echo(escaped(line), err=True)
 
 
 def say(line: str) -> None:
     """Print a line of a result: on stdout, unless that is for JSON."""
-    typer.echo(visible(line), err=results_on_stderr())
+    typer.echo(escaped(line), err=results_on_stderr())
 
 
 def terminal(stderr: bool = False) -> "Console":
@@ -66,7 +66,7 @@ def terminal(stderr: bool = False) -> "Console":
     class Careful(Console):
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
-                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+                yield segment if segment.control else Segment(escaped(segment.text), segment.style)
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # rich would exit with code 1, which means a failed check

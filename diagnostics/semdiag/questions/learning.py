@@ -32,15 +32,16 @@ def learning_glance(findings: Findings) -> Glance:
     pairs = [
         pair
         for pair in find_pairs(models[models["snapshot"] == "last"])[0]
-        if {pair.full, pair.other} <= arrivals.keys() and min(arrivals[pair.full], arrivals[pair.other]) < math.inf
+        if {pair.full, pair.counterpart} <= arrivals.keys()
+        and min(arrivals[pair.full], arrivals[pair.counterpart]) < math.inf
     ]
     if not pairs:
         words = "of a full and a top-k model in which at least one learned its training data"
         return Glance(Outcome.OPEN, "0 pairs", words, of_paper=True)
-    first = sum(arrivals[pair.other] < arrivals[pair.full] for pair in pairs)
-    tied = sum(arrivals[pair.other] == arrivals[pair.full] for pair in pairs)
+    first = sum(arrivals[pair.counterpart] < arrivals[pair.full] for pair in pairs)
+    tied = sum(arrivals[pair.counterpart] == arrivals[pair.full] for pair in pairs)
     behind = len(pairs) - first - tied
-    compared = models[models["model"].isin([pair.other for pair in pairs])]
+    compared = models[models["model"].isin([pair.counterpart for pair in pairs])]
     seeds = {str(task): int(count) for task, count in compared.groupby("task")["seed"].nunique().items()}
     too_few = max(seeds.values()) < LEAST_SEEDS
     words = f"in which the {top_words(findings)} model reached 95% training accuracy in fewer epochs"

@@ -113,9 +113,11 @@ def _check_content(folder: Path, keep_queries: bool) -> None:
         content = None
     if not has_schema(content, "report"):
         raise InputError(f"{folder} is not empty and not a semdiag report. Name another folder with --out DIR.")
-    if others := _others(folder):
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        raise InputError(f"{folder} holds {others[0]}{more} beside an earlier report. Move it, or {_ANOTHER}.")
+    if foreign_files := _foreign_files(folder):
+        more = f" and {len(foreign_files) - 1} more" if len(foreign_files) > 1 else ""
+        raise InputError(
+            f"{folder} holds {foreign_files[0]}{more} beside an earlier report. Move it, or {_ANOTHER}."
+        )
     if (folder / "data" / "queries.parquet").exists() and not keep_queries:
         raise InputError(
             f"{folder} holds the queries of an earlier report, which would be lost. "
@@ -123,13 +125,13 @@ def _check_content(folder: Path, keep_queries: bool) -> None:
         )
 
 
-def _others(folder: Path) -> list[str]:
+def _foreign_files(folder: Path) -> list[str]:
     """Return what stands in a report's folder and is not the report's."""
     if not (folder / MARKER).is_file():
         return sorted({path.name for path in folder.iterdir()} - _PARTS - _OF_SYSTEMS)
     names = read_bytes(folder / MARKER).decode("utf-8", "surrogateescape").splitlines()
-    others = _files(folder) - {MARKER, *names}
-    return sorted(name for name in others if name.rpartition("/")[2] not in _OF_SYSTEMS)
+    foreign_files = _files(folder) - {MARKER, *names}
+    return sorted(name for name in foreign_files if name.rpartition("/")[2] not in _OF_SYSTEMS)
 
 
 def _files(folder: Path) -> set[str]:

@@ -181,7 +181,7 @@ def _value(findings: Findings, rule: Rule, row: dict[Any, Any]) -> float:
 Entry = dict[str, Any]
 CONTENT = ("weights_sha256", *RUN_AND_SNAPSHOT, "attention", "k", "global_tokens")
 # Facts that must agree, the surest first: models may share weights, like full and top-k ones before training.
-_KNOWN_BY = (
+_IDENTITIES = (
     CONTENT,
     tuple(name for name in CONTENT if name != "snapshot"),  # a file under another name
     tuple(name for name in CONTENT if name != "weights_sha256"),  # trained again
@@ -193,7 +193,8 @@ _PLACE = ("model", "task", "attention", "k")
 def _matched(baseline: list[Entry], now: list[Entry]) -> dict[int, int]:
     """Return which model each entry is, by position, if that is unambiguous."""
     matched: dict[int, int] = {}
-    for names in (*(facts for known in _KNOWN_BY for facts in ((*known, "model"), known)), _PLACE):
+    identities = [facts for identity in _IDENTITIES for facts in ((*identity, "model"), identity)]
+    for names in (*identities, _PLACE):
         free = [m for m in range(len(now)) if m not in matched.values()]
         agreeing = {
             e: [m for m in free if _agree(baseline[e], now[m], names)]
@@ -292,7 +293,7 @@ def drift(findings: Findings, baseline: list[Entry], tolerance: float = TOLERANC
     free = [model for m, model in enumerate(now) if m not in matches.values()]
     moved = []
     for entry in (entry for e, entry in enumerate(baseline) if e not in matches):
-        among = tuple(m["model"] for m in free if any(_agree(entry, m, names) for names in _KNOWN_BY))
+        among = tuple(m["model"] for m in free if any(_agree(entry, m, names) for names in _IDENTITIES))
         moved.append(Drift(entry["model"], "model", math.nan, math.nan, among))
     moved.sort(key=lambda gone: bool(gone.among))
     new = tuple(m["model"] for m in free if not any(m["model"] in gone.among for gone in moved))
@@ -320,7 +321,7 @@ def layer_gate(findings: Findings, results: list[GateResult], every: bool = Fals
     """Compare the median dispersion of paired models in each layer: in all it must hold, or in more than half."""
     gates, tables = [], findings(layer_percentiles, "dispersion")
     for pair in (result.pair for result in results):
-        sides = (tables[model].set_index("layer")["p50"].to_dict() for model in (pair.full, pair.other))
+        sides = (tables[model].set_index("layer")["p50"].to_dict() for model in (pair.full, pair.counterpart))
         full, topk = ({int(str(layer)): median for layer, median in side.items()} for side in sides)
         gates.append(GateResult(pair, full, topk, (*full,), 0 if every else (len(full) - 1) // 2))
     return gates
@@ -410,7 +411,7 @@ class Verification:
         results = [
             {
                 "full": pair.pair.full,
-                "topk": pair.pair.other,
+                "topk": pair.pair.counterpart,
                 "delta_s": pair.full,
                 "delta_h": pair.topk,
                 "passed": pair.passed,

@@ -57,7 +57,7 @@ from semdiag_files import InputError, open_file, unknown_name, visible_json
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
     """Return one row per model: its facts and what was measured."""
     measurements = findings.measurements
-    answers = {pair.gate.pair.other: pair.answer for pair in findings(pair_comparisons)}
+    answers = {pair.gate.pair.counterpart: pair.answer for pair in findings(pair_comparisons)}
     parts = {"dispersion": findings(dispersion_results)}
     if "separation" in sections:
         parts["separation"] = findings(separation_results)

@@ -267,7 +267,7 @@ def block_rule(module: nn.Module) -> BlockRule | None:
     return rules[0] if len(rules) == 1 and "index" in type(module).__name__.lower() else None
 
 
-def joined(selected: list[Selected], rule: BlockRule | None, tokens: Tokens) -> list[Selected]:
+def joined_queries(selected: list[Selected], rule: BlockRule | None, tokens: Tokens) -> list[Selected]:
     """Return selections of one query each, on vectors, as one selection; as they are if they are none such.
 
     A query without a complete block selects nothing; the others must have as many blocks as their tokens make.

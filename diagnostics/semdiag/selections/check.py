@@ -28,7 +28,7 @@ from semdiag.selections.files import (
     chosen_keys,
     flat_rows,
     float_scores,
-    whole_numbers,
+    integer_tensor,
 )
 from semdiag_files import InputError
 
@@ -163,14 +163,14 @@ def check_selection(
     given_scores = None if scores is None else float_scores(scores, chosen)
     errors = None if error is None else _errors(error, given_scores)
     shape = tuple(chosen.shape[:-1])
-    valid = whole_numbers(lengths, "lengths")
-    first = whole_numbers(starts, "starts")
+    valid = integer_tensor(lengths, "lengths")
+    first = integer_tensor(starts, "starts")
     key_number = _keys(keys, given_scores, valid, first, shape[-1] if causal else 0)
     if keys is not None:
         check_k(chosen.shape[-1], keys)
     beyond = min(max(int(chosen.long().max()) + 1, chosen.shape[-1]), _MOST)  # which no index reaches
     number = key_number or beyond
-    allowed = allowed_keys(shape, number, valid, first, whole_numbers(documents, "documents"), bool(causal))
+    allowed = allowed_keys(shape, number, valid, first, integer_tensor(documents, "documents"), bool(causal))
     if not bool(allowed.counts.any()):
         raise InputError("There is no row to check: every query is padding.")
     flat = None if given_scores is None else flat_rows(given_scores)

@@ -26,8 +26,8 @@ from semdiag.selections.files import (
     chosen_keys,
     chosen_weights,
     float_scores,
+    integer_tensor,
     type_name,
-    whole_numbers,
 )
 from semdiag.selections.localise import Located, Suspect, localise
 from semdiag.selections.stages import indexer_of_arrays
@@ -100,7 +100,7 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
         moved = tensor.permute(*order, tensor.ndim - 1)
         return moved.reshape(-1, layers * heads, tensor.shape[-1])[valid].flatten(0, 1).cpu()
 
-    ids = whole_numbers(file.tokens, "tokens")
+    ids = integer_tensor(file.tokens, "tokens")
     if ids is not None:
         if ids.numel() != valid.numel():
             raise InputError(f"tokens holds {ids.numel():,} ids, but there are {valid.numel():,} tokens.")
@@ -130,8 +130,8 @@ def _valid_tokens(file: SelectionFile, sizes: dict[str, int], names: list[str]) 
     sequence = sizes.get("sequence", 1) * sizes.get("tokens", 1)
     valid = torch.ones(batch, sequence, dtype=torch.bool)
     at = torch.arange(sequence)
-    lengths = whole_numbers(file.lengths, "lengths")
-    starts = whole_numbers(file.starts, "starts")
+    lengths = integer_tensor(file.lengths, "lengths")
+    starts = integer_tensor(file.starts, "starts")
     for numbers, name in ((lengths, "lengths"), (starts, "starts")):
         if numbers is not None and tuple(numbers.shape) not in ((), (1,), (batch,)):
             raise InputError(

@@ -169,11 +169,16 @@ class _Join:
         )
         for donor, scores in self.scores.items():
             shared = _top(scores[sample][rows], k)
-            kept = weights.mul(shared).sum(-1).mean(0)
+            kept_weight = weights.mul(shared).sum(-1).mean(0)
             overlap = (shared & choice).sum(1).double() / k
             self.donors.append(
                 pd.DataFrame(
-                    {"module": call.module, "donor": donor, "kept": kept.numpy(), "overlap": overlap.numpy()}
+                    {
+                        "module": call.module,
+                        "donor": donor,
+                        "kept": kept_weight.numpy(),
+                        "overlap": overlap.numpy(),
+                    }
                 )
             )
 

@@ -243,7 +243,7 @@ def check_k(k: int, keys: int) -> None:
         )
 
 
-def whole_numbers(numbers: Any, name: str) -> Tensor | None:
+def integer_tensor(numbers: Any, name: str) -> Tensor | None:
     """Return whole numbers as int64; None for None."""
     return None if numbers is None else _whole(numbers, name).long().cpu()
 

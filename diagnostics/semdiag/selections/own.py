@@ -29,7 +29,7 @@ from semdiag.selections.capture import (
     block_rule,
     causal_modules,
     in_stages,
-    joined,
+    joined_queries,
     own_rows,
     tokens_of,
     watch_selections,
@@ -226,7 +226,7 @@ class OwnSelections:
         text = f"{name} {type(module).__name__}".lower()
         self.chose[name] += 1
         try:
-            joint = joined(selected, block_rule(module), self._tokens)
+            joint = joined_queries(selected, block_rule(module), self._tokens)
             for number, (chosen, group) in enumerate(in_stages(joint)):
                 self._add(name, number, module, text, chosen, group)
         except InputError as error:

@@ -100,8 +100,8 @@ def recorded_indexer(
     unit = 2.0 ** -number_format(str(outputs["wq_b"].dtype)).digits
     for form in _FORMS:
         if all(
-            _gives(sequence, form, own[row][:, row].cpu().double(), unit)
-            for sequence, own, row in zip(sequences, scores[real.any(1)], real[real.any(1)], strict=True)
+            _gives(sequence, form, matrix[row][:, row].cpu().double(), unit)
+            for sequence, matrix, row in zip(sequences, scores[real.any(1)], real[real.any(1)], strict=True)
         ):
             return Indexer(name, sequences, form, k)
     return None

@@ -19,7 +19,7 @@ from semdiag import Monitor, load, measure
 from semdiag.capturing.pretrained import find_folder
 from semdiag.commands.main import main
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.terminal import terminal, visible
+from semdiag.presenting.terminal import escaped, terminal
 from semdiag.reporting.folder import MARKER
 from semdiag.reporting.report import write_report
 from semdiag_files import InputError
@@ -146,7 +146,7 @@ def test_what_a_file_says_does_not_steer_the_terminal(run_semdiag, here, tiny_ru
     assert not set("\x1b\x07\x9b") & set(outcome.out)
     assert r"\x1b]0;title" in outcome.out
     assert "\x1b" not in run_semdiag("info", "\x1b[31mnowhere.pt").err
-    assert visible("a\tb\nc\r\u202e") == "a\tb\nc\\r\\u202e"
+    assert escaped("a\tb\nc\r\u202e") == "a\tb\nc\\r\\u202e"
 
 
 def test_colours_of_our_own_still_reach_the_terminal(capsys, monkeypatch):

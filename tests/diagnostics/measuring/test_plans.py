@@ -23,7 +23,7 @@ from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure import LipschitzPlan
 from semdiag.questions.mask_precision.measure import PrecisionPlan
 from semdiag.questions.mask_stability.measure import NoisePlan, noise_tables
-from semdiag.questions.overlap.measure import mask_overlap
+from semdiag.questions.overlap.measure import key_overlaps
 from semdiag.questions.registry import plans as every_plan
 from semdiag.questions.registry import tables as declared_tables
 from semdiag.questions.retrieval import RetrievalPlan
@@ -270,7 +270,7 @@ def test_a_plan_says_the_same_twice(plan, tiny_models):
         pd.testing.assert_frame_equal(table, again[name])
 
 
-@pytest.mark.parametrize("function", [noise_tables, mask_overlap])
+@pytest.mark.parametrize("function", [noise_tables, key_overlaps])
 def test_another_plan_is_refused_by_name(function, tiny_models):
     with pytest.raises(InputError, match=r"^The plan must be a \w+Plan\. Got BoundsPlan"):
         function(tiny_models[0], torch.zeros(1, 4, dtype=torch.int64), plan=BoundsPlan())

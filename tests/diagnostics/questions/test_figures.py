@@ -319,7 +319,7 @@ def test_a_panel_holds_what_may_be_compared(many):
     together = [{series.model for series in panel.series} for panel in panels]
     pairs, _ = find_pairs(many.models, attention=None)
     assert pairs
-    assert all(any({pair.full, pair.other} <= models for models in together) for pair in pairs)
+    assert all(any({pair.full, pair.counterpart} <= models for models in together) for pair in pairs)
     assert [panel.snapshot for panel in panels] == ["last"] * 5 + ["initialisation"] * 4
     assert "task unknown, seed unknown, last snapshot" in [panel.title for panel in panels]
 

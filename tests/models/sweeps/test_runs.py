@@ -11,8 +11,8 @@ from semdiag_files import InputError
 from semdiag_models import read_checkpoint, write_checkpoint
 from semdiag_models.checkpoint import weights_sha256
 from semdiag_models.sweep import (
+    AttemptOutcome,
     Order,
-    Outcome,
     SweepRun,
     epochs_so_far,
     inspect,
@@ -37,7 +37,7 @@ def trained(tmp_path):
     """Call with a run: its folder, after training it."""
 
     def train(run, folder="runs"):
-        assert train_order(Order((run,), tmp_path / folder, "cpu", {"command": "x"})) == [Outcome("done")]
+        assert train_order(Order((run,), tmp_path / folder, "cpu", {"command": "x"})) == [AttemptOutcome("done")]
         return tmp_path / folder / run.name
 
     return train
@@ -123,7 +123,7 @@ def test_an_error_that_may_pass_asks_for_another_attempt(run, tmp_path):
     (outcome,) = train_order(Order((run(),), tmp_path, "cpu", {}))
     assert (outcome.status, outcome.retry) == ("failed", True)
     shutil.rmtree(in_the_way)
-    assert train_order(Order((run(),), tmp_path, "cpu", {})) == [Outcome("done")]
+    assert train_order(Order((run(),), tmp_path, "cpu", {})) == [AttemptOutcome("done")]
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_runs_in_one_step_end_as_they_would_alone_and_one_that_diverges_stops_no
         Order((replace(several[0], training=replace(several[0].training, epochs=1)),), tmp_path, "cpu", {})
     )
     order = Order((*several, wild), tmp_path, "cpu", {"command": "x"})
-    assert train_order(order) == [Outcome("done")] * 3  # the first one has begun
+    assert train_order(order) == [AttemptOutcome("done")] * 3  # the first one has begun
     for one, folder in zip(several, alone, strict=True):
         mine, theirs = (read_checkpoint(f / "last.pt") for f in (tmp_path / one.name, folder))
         assert mine.epoch == theirs.epoch

@@ -60,7 +60,7 @@ class Pair:
 
     label: str  # task, attention and seed in words
     full: str  # path of the full model
-    other: str  # path of the counterpart
+    counterpart: str  # its path
 
 
 def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[list[Pair], list[str]]:
@@ -81,7 +81,7 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
             if row["snapshot"] != "last":
                 label += f", {row['snapshot']}"
             pairs.append(Pair(label, full[0], row["model"]))
-    return _with_distinct_labels(pairs, [pair.other for pair in pairs]), unpaired
+    return _with_distinct_labels(pairs, [pair.counterpart for pair in pairs]), unpaired
 
 
 def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
@@ -104,7 +104,7 @@ def compared_pairs(findings: Findings) -> list[Pair]:
 
 def unlearned_sentences(findings: Findings) -> list[str]:
     """Return a warning if compared models were trained and predict no better than the commonest label alone."""
-    compared = {path for pair in findings(compared_pairs) for path in (pair.full, pair.other)}
+    compared = {path for pair in findings(compared_pairs) for path in (pair.full, pair.counterpart)}
     models = findings.measurements.models
     unlearned = []
     for _, row in models[models["model"].isin(compared) & (models["snapshot"] != "initialisation")].iterrows():
@@ -144,7 +144,7 @@ def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
 
 def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
     """Return the differences between the two models of a pair besides attention."""
-    full, counterpart = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
+    full, counterpart = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.counterpart))
     both_sparse = "full" not in (full["attention"], counterpart["attention"])
     names = [*RUN_AND_SNAPSHOT, *(("k", "global_tokens") if both_sparse else ())]
     return [

@@ -82,12 +82,12 @@ def model_labels(models: pd.DataFrame) -> dict[str, str]:
 
 def short_labels(models: pd.DataFrame) -> dict[str, str]:
     """Return each model in few words, for ticks: what distinguishes it from the others."""
-    whole = model_labels(models)
+    full_labels = model_labels(models)
     tasks = dict(zip(models["model"], models["task"], strict=True)) if models["task"].nunique() > 1 else {}
     labels = {s.model: s.label for panel in panels_of(models) for s in panel.series}
     short = {model: f"{tasks[model]}, {label}" if model in tasks else label for model, label in labels.items()}
     all_labels = list(short.values())
-    return {model: label if all_labels.count(label) == 1 else whole[model] for model, label in short.items()}
+    return {model: label if all_labels.count(label) == 1 else full_labels[model] for model, label in short.items()}
 
 
 def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:
@@ -125,7 +125,7 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
 def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
     if not place:
         return style
-    markers = [style.marker, *(other for other in _MARKERS if other != style.marker)]
+    markers = [style.marker, *(marker for marker in _MARKERS if marker != style.marker)]
     color = to_hex(lightened(style.color, _LIGHTEST * place / (count - 1)))
     return replace(style, color=color, marker=markers[place % len(markers)])
 
@@ -184,7 +184,7 @@ def layers_span(symbol: str, tables: Iterable[pd.DataFrame]) -> str:
     if medians.empty:
         return f"{symbol} undefined"
     low, high = medians.idxmin(), medians.idxmax()
-    most = f" to {number(medians[high], 2)} in layer {layers[high]}" * (low != high)
+    most = f" to {number(medians[high], 2)} in layer {layers[high]}" if low != high else ""
     return f"median {symbol} of {number(medians[low], 2)} nats in layer {layers[low]}{most}"
 
 
@@ -197,8 +197,8 @@ def kinds_of(series: Sequence[Series]) -> list[str]:
 def layers_with(series: Sequence[Series], holds: Sequence["pd.Series[bool]"]) -> str:
     """Return in how many layers something holds of each model, like ``4 of 5 layers with top-k``."""
     counts = [f"{of.sum()} of {len(of)}" for of in holds]
-    said = [f"{count} with {kind}" for count, kind in zip(counts, kinds_of(series), strict=True)]
-    return ", ".join(said).replace(" with", " layers with", 1)
+    parts = [f"{count} with {kind}" for count, kind in zip(counts, kinds_of(series), strict=True)]
+    return ", ".join(parts).replace(" with", " layers with", 1)
 
 
 def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
@@ -291,10 +291,10 @@ def _further_panels(rows: pd.DataFrame) -> list[tuple[str, str, str]]:
     alarms = {alarm.partition(":")[0] for text in rows["alarm"].unique() for alarm in text.split()}
     panels = []
     for name in sorted(alarms - {name for name, *_ in _PANELS}):
-        found = metric_of(name)
-        if found is None:
+        named_metric = metric_of(name)
+        if named_metric is None:
             continue
-        metric, k = found
+        metric, k = named_metric
         extreme = "min" if metric.by_head == "min" else "max"
         label = metric.label if k is None else f"{metric.label} at k = {k}"
         unit = f" ({metric.unit})" if metric.unit else ""

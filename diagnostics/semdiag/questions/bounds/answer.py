@@ -176,10 +176,10 @@ def answer(findings: Findings) -> Answer | None:
         shown += _shown(findings, model)
     for pair in findings(compared_pairs):
         judged = findings(corollary_findings, pair)
-        names = {"label": pair.label, "reference": pair.full, "other": pair.other}
+        names = {"label": pair.label, "reference": pair.full, "other": pair.counterpart}
         different = {"differences": differences(measurements.models, pair)}
         pairs.append(names | different | {"verdicts": verdicts_of(judged, pair.label)})
-        shown += [f"\n{pair.label}: {pair.full} and {pair.other}", *_shown_pair(judged)]
+        shown += [f"\n{pair.label}: {pair.full} and {pair.counterpart}", *_shown_pair(judged)]
     headline = corollary_claims(findings)
     return Answer(
         bounds_glance(findings),
@@ -205,7 +205,7 @@ def _cases(findings: Findings, fixed: bool, form: str) -> tuple[int, int, int]:
     """Return in how many cases top-k masks, or fixed ones, have the better guarantee; of how many; unmet."""
     models = findings.measurements.models
     kinds = dict(zip(models["model"], models["attention"], strict=True))
-    labels = {p.label for p in findings(compared_pairs) if (kinds[p.other] in FIXED_MASKS) == fixed}
+    labels = {p.label for p in findings(compared_pairs) if (kinds[p.counterpart] in FIXED_MASKS) == fixed}
     verdicts = [
         f.verdict
         for f in findings(bounds_findings)
@@ -378,7 +378,7 @@ def corollary_conditions(findings: Findings) -> Figure:
     if finite.empty:
         raise NothingToDrawError("No masked model is compared with a full one, or no condition can be stated.")
     kind_of = findings.measurements.models.set_index("model")["attention"]
-    table["kind"] = table["pair"].map({pair.label: kind_of[pair.other] for pair in pairs})
+    table["kind"] = table["pair"].map({pair.label: kind_of[pair.counterpart] for pair in pairs})
     kinds_present = set(table["kind"])
     kinds = [kind for kind in ATTENTION_STYLES if kind in kinds_present] + sorted(
         kinds_present - ATTENTION_STYLES.keys()

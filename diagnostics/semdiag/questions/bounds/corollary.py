@@ -55,14 +55,14 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
     measurements = findings.measurements
     models = {row["model"]: row for row in measurements.models.to_dict("records")}
     full = models[pair.full]
-    masked = models[pair.other]
+    masked = models[pair.counterpart]
     comparable = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
     if not comparable or pd.isna(masked["k"]):
         kinds = f"{full['attention']} and {masked['attention']}"
         reasons = [f"Corollary 1 compares full attention with a mask it covers; these are {kinds}"]
         reasons += differences(measurements.models, pair)
         return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, "; ".join(reasons))]
-    if any(diverged(findings, model) for model in (pair.full, pair.other)):
+    if any(diverged(findings, model) for model in (pair.full, pair.counterpart)):
         return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, DIVERGED)]
     results = []
     table = pair_percentiles(findings, pair)
@@ -77,9 +77,9 @@ def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
     require_every_query(findings, "Corollary 1")
     measurements = findings.measurements
     full = measurements.of(pair.full)
-    masked = measurements.of(pair.other)
+    masked = measurements.of(pair.counterpart)
     rounding = separation_rounding(
-        measurements, pair.other, _finite(masked.queries["dispersion"]).max(initial=0.0)
+        measurements, pair.counterpart, _finite(masked.queries["dispersion"]).max(initial=0.0)
     )
     gap = _percentiles(masked.queries["separation"], [100 - p for p in PAPER_PERCENTILES])
     return PairPercentiles(
@@ -115,7 +115,7 @@ Row = tuple[str, str, Condition | None, str]  # form, parameters, condition (Non
 
 
 def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) -> list[Row]:
-    kind, k = _kind(measurements, pair.other)
+    kind, k = _kind(measurements, pair.counterpart)
     delta_s = torch.tensor(table.full_dispersion)
     delta = torch.tensor(table.dispersion)
     separation = torch.tensor(table.separation)
@@ -143,7 +143,7 @@ def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) 
 
 def _ragged(measurements: Measurements, pair: Pair) -> list[str]:
     """Return a note if the rows of a model of the pair differ in length; the mask's, where both do."""
-    key_counts = [measurements.of(model).queries["kept"] for model in (pair.full, pair.other)]
+    key_counts = [measurements.of(model).queries["kept"] for model in (pair.full, pair.counterpart)]
     lengths = [(int(rows.min()), int(rows.max())) for rows in key_counts]
     differing = [ONE_K.format(low, high) for low, high in lengths if low != high]
     return differing[-1:]
@@ -158,10 +158,10 @@ def _sound_inputs(
     ragged: list[str],
 ) -> Row:
     """Compare the two λ_A, each with the largest Γ and Ξ of its model."""
-    norms = [_largest_norms(measurements, model) for model in (pair.other, pair.full)]
+    norms = [_largest_norms(measurements, model) for model in (pair.counterpart, pair.full)]
     if norms[0] is None or norms[1] is None:
         return ("sound", "X", None, "norms are not known: measure them with semdiag bounds")
-    heavy = _kind(measurements, pair.other)[0] in HEAVY_HITTERS
+    heavy = _kind(measurements, pair.counterpart)[0] in HEAVY_HITTERS
     masked = attention_map_bound_from_load(masked_rows, torch.tensor(table.load), norms[0], heavy_hitter=heavy)
     full = attention_map_bound_from_load(full_rows, table.keys, norms[1], heavy_hitter=False)
     note = "; ".join(["each with the largest Γ and Ξ of its layers", *ragged])
@@ -214,13 +214,13 @@ def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:
     rows = rows[(rows["quantity"] == "attention_map") & (rows["form"] == "sound")]
     largest = rows.groupby(["model", "layer"])["ln_value"].max()
     reasons = rows[~rows["holds"]].groupby(["model", "layer"])["assumptions"].first()
-    if not {pair.full, pair.other} <= set(rows["model"]):
+    if not {pair.full, pair.counterpart} <= set(rows["model"]):
         return []
     results = []
-    for layer in sorted(set(largest[pair.full].index) & set(largest[pair.other].index)):
-        ends = [float(largest[model, layer]) for model in (pair.other, pair.full)]
+    for layer in sorted(set(largest[pair.full].index) & set(largest[pair.counterpart].index)):
+        ends = [float(largest[model, layer]) for model in (pair.counterpart, pair.full)]
         margin = ends[0] - ends[1]
-        unmet = [str(reasons[m, layer]) for m in (pair.other, pair.full) if (m, layer) in reasons.index]
+        unmet = [str(reasons[m, layer]) for m in (pair.counterpart, pair.full) if (m, layer) in reasons.index]
         verdict = Verdict.HOLDS if margin < 0 else Verdict.VIOLATED
         if unmet or not math.isfinite(margin):
             verdict = Verdict.NOT_MET

@@ -10,7 +10,7 @@ import typer
 
 from semdiag.measuring.plan import Plan
 from semdiag.presenting import options
-from semdiag.presenting.options import option, option_field
+from semdiag.presenting.options import command_option, option_field
 from semdiag.presenting.question import YOUR_MODEL, Question, Request
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _ask(
     ] = None,
     dtype_b: Annotated[
         str | None,
-        option(
+        command_option(
             "Precision in which B runs, as of --dtype. Default: that of A.",
             metavar="NAME",
             show_default=False,

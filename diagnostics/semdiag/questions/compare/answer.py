@@ -27,7 +27,7 @@ _COLUMNS = [
 ]  # fmt: skip
 
 
-def change_table(findings: Findings) -> pd.DataFrame:
+def comparison_table(findings: Findings) -> pd.DataFrame:
     """Return the changes of every head, of every layer (head ALL), and in total (both ALL)."""
     rows = []
     for (model, base), of_model in findings.measurements[COMPARED].groupby(["model", "base"], sort=False):
@@ -45,7 +45,7 @@ def change_table(findings: Findings) -> pd.DataFrame:
 
 def head_ranking(findings: Findings) -> pd.DataFrame:
     """Return the rows of single heads by model, the largest total variation first."""
-    table = findings(change_table)
+    table = findings(comparison_table)
     heads = table[table["head"] != ALL]
     return heads.sort_values(["model", "rank"], kind="stable", ignore_index=True)
 
@@ -229,7 +229,7 @@ def answer(findings: Findings) -> Answer:
         Glance(Outcome.MEASURED, f"{last['total_variation']:.3g}", words),
         [*opening, *names],
         tables={
-            "compare": with_facts(findings, findings(change_table)),
+            "compare": with_facts(findings, findings(comparison_table)),
             "compare_outputs": with_facts(findings, findings(answer_table)),
         },
         results=results,
@@ -251,7 +251,7 @@ def _head_tables(result: Summary, modules: Sequence[str], top: int | None) -> Co
 
 def comparisons(findings: Findings) -> dict[str, Summary]:
     """Return the changes from the base to each model."""
-    changes = findings(change_table)
+    changes = findings(comparison_table)
     ranking = findings(head_ranking)
     answers = findings(answer_table)
     results = {}

@@ -83,23 +83,23 @@ def speed_ups(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).astype({"full_arrival": "Int64", "arrival": "Int64"})
 
 
-def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -> dict[str, float]:
+def _one_epoch_off(full: Any, full_epochs: int, counterpart: Any, counterpart_epochs: int) -> dict[str, float]:
     later, earlier = (None if pd.isna(full) else int(full) + by for by in (1, -1))
-    slower, faster = (None if pd.isna(other) else int(other) + by for by in (1, -1))
-    low, _, _ = speed_up(earlier, full_epochs, slower, other_epochs)
-    high = math.inf if faster == 0 else speed_up(later, full_epochs, faster, other_epochs)[1]
+    slower, faster = (None if pd.isna(counterpart) else int(counterpart) + by for by in (1, -1))
+    low, _, _ = speed_up(earlier, full_epochs, slower, counterpart_epochs)
+    high = math.inf if faster == 0 else speed_up(later, full_epochs, faster, counterpart_epochs)[1]
     return {"epoch_low": low, "epoch_high": high}
 
 
-def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tuple[float, float, str]:
+def speed_up(full: Any, full_epochs: int, counterpart: Any, counterpart_epochs: int) -> tuple[float, float, str]:
     """Return the range of the speed-up of one run over another."""
-    if pd.isna(full) and pd.isna(other):
+    if pd.isna(full) and pd.isna(counterpart):
         return 0.0, math.inf, "unknown"
     if pd.isna(full):
-        return full_epochs / int(other), math.inf, "above"
-    if pd.isna(other):
-        return (0.0, int(full) / other_epochs, "below") if other_epochs else (0.0, math.inf, "unknown")
-    return int(full) / int(other), int(full) / int(other), "exactly"
+        return full_epochs / int(counterpart), math.inf, "above"
+    if pd.isna(counterpart):
+        return (0.0, int(full) / counterpart_epochs, "below") if counterpart_epochs else (0.0, math.inf, "unknown")
+    return int(full) / int(counterpart), int(full) / int(counterpart), "exactly"
 
 
 _OF_PAIRS = ("speed_up_low", "speed_up_high", "epoch_low", "epoch_high", "interval_low", "interval_high",

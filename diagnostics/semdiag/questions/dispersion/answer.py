@@ -92,7 +92,7 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
     for pair in pairs:
         if rival := next(iter(rivals(models, pair)), None):
             raise InputError(
-                f"{pair.full} and {rival} could both be the partner of {pair.other}, and differ: name one."
+                f"{pair.full} and {rival} could both be the partner of {pair.counterpart}, and differ: name one."
             )
     if alone:
         raise InputError(
@@ -112,7 +112,9 @@ def gate_results(findings: Findings, pairs: Sequence[Pair]) -> list[GateResult]:
     """Return the pooled dispersions of pairs."""
     require_every_query(findings, "The gate")
     tables = findings(pooled_percentiles, "dispersion")
-    sides = ([{p: float(tables[model][p]) for p in SHOWN} for model in (pair.full, pair.other)] for pair in pairs)
+    sides = (
+        [{p: float(tables[model][p]) for p in SHOWN} for model in (pair.full, pair.counterpart)] for pair in pairs
+    )
     return [GateResult(pair, full, topk) for pair, (full, topk) in zip(pairs, sides, strict=True)]
 
 
@@ -121,11 +123,11 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
     row = models[models["model"] == model].iloc[0]
     partner = "topk" if row["attention"] == "full" else "full"
     candidates = models[(models["attention"] == partner) & (models["task"] == row["task"])]["model"]
-    differing = [(differences(models, Pair("", model, other)), other) for other in candidates]
+    differing = [(differences(models, Pair("", model, path)), path) for path in candidates]
     if not differing:
         return ""
-    least, other = min(differing, key=lambda entry: len(entry[0]))
-    return f" ({other} differs from it in {'; '.join(least)})"
+    least, nearest = min(differing, key=lambda entry: len(entry[0]))
+    return f" ({nearest} differs from it in {'; '.join(least)})"
 
 
 _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
@@ -200,9 +202,9 @@ class PairComparison:
         gate = self.gate
         ratio = self.ratio
         return {
-            "label": gate.pair.label, "snapshot": self.snapshot, "full": gate.pair.full, "topk": gate.pair.other,
-            "dispersion_full": gate.full, "dispersion_topk": gate.topk, "passed": gate.passed,
-            "failed": list(gate.failed), "unknown": list(gate.unknown),
+            "label": gate.pair.label, "snapshot": self.snapshot, "full": gate.pair.full,
+            "topk": gate.pair.counterpart, "dispersion_full": gate.full, "dispersion_topk": gate.topk,
+            "passed": gate.passed, "failed": list(gate.failed), "unknown": list(gate.unknown),
             "median_ratio": {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high, "confidence": 0.95},
         }  # fmt: skip
 
@@ -216,10 +218,12 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     snapshots = dict(zip(measurements.models["model"], measurements.models["snapshot"], strict=True))
     comparisons = []
     for gate in gate_results(findings, pairs):
-        sparse_rows, full_rows = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
+        sparse_rows, full_rows = (
+            known_rows(findings, m, "dispersion") for m in (gate.pair.counterpart, gate.pair.full)
+        )
         ratio = ratio_interval(sparse_rows, full_rows, resamples=RESAMPLES)
         samples = min(sparse_rows["sample"].nunique(), full_rows["sample"].nunique())
-        comparisons.append(PairComparison(gate, ratio, snapshots[gate.pair.other], samples))
+        comparisons.append(PairComparison(gate, ratio, snapshots[gate.pair.counterpart], samples))
     return sorted(comparisons, key=lambda comparison: comparison.snapshot != "last")
 
 
@@ -232,14 +236,14 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
     layers = findings.measurements.queries.groupby("model")["layer"].unique()
     ratios = []
     for pair in find_pairs(findings.measurements.models, attention=None)[0]:
-        common = sorted({*layers[pair.other]} & {*layers[pair.full]})
+        common = sorted({*layers[pair.counterpart]} & {*layers[pair.full]})
         for percentile, layer in product(RATIO_PERCENTILES, map(int, common)):
             sparse_rows, full_rows = (
-                findings(known_rows, model, "dispersion", layer) for model in (pair.other, pair.full)
+                findings(known_rows, model, "dispersion", layer) for model in (pair.counterpart, pair.full)
             )
             interval = ratio_interval(sparse_rows, full_rows, percentile=percentile, resamples=resamples)
             numbers = (interval.estimate, interval.low, interval.high)
-            ratios.append((pair.other, pair.full, percentile, layer, *numbers))
+            ratios.append((pair.counterpart, pair.full, percentile, layer, *numbers))
     return pd.DataFrame(ratios, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
 
 
@@ -249,9 +253,9 @@ def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
     pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
     medians = {model: table["p50"] for model, table in findings(pooled_percentiles, "dispersion").items()}
     return [
-        (pair, medians[pair.other] / medians[pair.full])
+        (pair, medians[pair.counterpart] / medians[pair.full])
         for pair in pairs
-        if medians.get(pair.full, 0) > 0 and medians.get(pair.other, math.nan) >= 0
+        if medians.get(pair.full, 0) > 0 and medians.get(pair.counterpart, math.nan) >= 0
     ]
 
 
@@ -322,7 +326,9 @@ def before_training(findings: Findings) -> list[float]:
     untrained = [pair.ratio.estimate for pair in compared if pair.snapshot == "initialisation"]
     pairs = [pair.gate.pair for pair in compared if pair.snapshot == "last"]
     ratios = [
-        medians[pair.other] / medians[pair.full] for pair in pairs if {pair.full, pair.other} <= set(medians)
+        medians[pair.counterpart] / medians[pair.full]
+        for pair in pairs
+        if {pair.full, pair.counterpart} <= set(medians)
     ]
     return [ratio for ratio in untrained or ratios if np.isfinite(ratio) and ratio > 0]
 

@@ -64,8 +64,8 @@ def dispersion_ratio(findings: Findings) -> Figure:
         plain_numbers(ax.yaxis)
         ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
         which = "median" if percentile == 50 else f"p{percentile}"
-        found = _draw(ax, panel, ratios[ratios["percentile"] == percentile])
-        ax.set_title(f"{panel.title}, {which}: below 1 in {found}")
+        layers_below = _draw(ax, panel, ratios[ratios["percentile"] == percentile])
+        ax.set_title(f"{panel.title}, {which}: below 1 in {layers_below}")
         if percentile == RATIO_PERCENTILES[0]:
             ax.set_ylabel("δ of sparse / δ of full attention")
     return finished(
@@ -177,7 +177,7 @@ def _layers_found(series: Sequence[Series], tables: Mapping[str, pd.DataFrame]) 
     medians = [tables[each.model].set_index("layer")["p50"] for each in series]
     if len(series) < 2 or [each.attention for each in series].count("full") != 1:
         return layers_span("δ", [tables[each.model] for each in series])
-    below = [(own - medians[0]).dropna() < 0 for own in medians[1:]]  # full attention is the first
+    below = [(of_model - medians[0]).dropna() < 0 for of_model in medians[1:]]  # full attention is the first
     return f"median δ below full attention's in {layers_with(series[1:], below)}"
 
 

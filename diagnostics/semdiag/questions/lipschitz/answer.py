@@ -62,7 +62,7 @@ def secant_ratios(findings: Findings, pair: Pair) -> pd.DataFrame:
     planes = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
     rows: list[dict[str, Any]] = []
     for radius in sorted({radius for _, radius in planes}):
-        sides = [planes[model, radius] for model in (pair.other, pair.full) if (model, radius) in planes]
+        sides = [planes[model, radius] for model in (pair.counterpart, pair.full) if (model, radius) in planes]
         if len(sides) == 2 and len(sides[0]) == len(sides[1]):
             rows += _percentile_rows(sides, {"radius": radius})
     return pd.DataFrame(rows, columns=["radius", *_PERCENTILE])
@@ -199,9 +199,9 @@ def answer(findings: Findings) -> Answer:
     for pair in findings(compared_pairs):
         ratios = records(findings(secant_ratios, pair))
         verdicts = verdicts_of(findings(ordering_findings, pair), pair.label)
-        names = {"label": pair.label, "reference": pair.full, "other": pair.other}
+        names = {"label": pair.label, "reference": pair.full, "other": pair.counterpart}
         pairs.append(names | {"ratios": ratios, "verdicts": verdicts})
-        shown += [f"\n{pair.label}: secants of {pair.other} over those of {pair.full}", _ratio_cells(ratios)]
+        shown += [f"\n{pair.label}: secants of {pair.counterpart} over those of {pair.full}", _ratio_cells(ratios)]
     claims = lipschitz_claims(findings)
     return Answer(
         measured_glance(findings, findings.measurements[LOSS_GRADIENTS]),

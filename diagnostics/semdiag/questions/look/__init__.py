@@ -16,11 +16,11 @@ def _ask(
         help="hf:PATH, a checkpoint (.pt), the folder of a run, or package.module:function.",
         autocompletion=options.models,
     )],
-    text: Annotated[str | None, options.option(
+    text: Annotated[str | None, options.command_option(
         "Look at this text. Or name a file with --inputs: its first sample is taken. Default: the first sample "
         "that the run held out.", metavar="WORDS", show_default=False,
     )] = None,
-    k: Annotated[int, options.option(
+    k: Annotated[int, options.command_option(
         "In heads that attend to every key, show the k largest scores of each query as kept. The page can change "
         "it.",
     )] = 5,
@@ -49,17 +49,17 @@ def _ask(
         raise InputError(f"{model} holds {1 + len(more)} checkpoints: name one, like {first}.")
     with Stages("measuring", 1, quiet):
         (loaded,) = load_all([model], conditions.config, conditions.head)
-        seen = see_loaded(loaded, conditions, text)
-    chosen = fitting_k(seen, k if "k" in request.typed else None)
-    write_look(seen, chosen, shlex.join(["semdiag", *sys.argv[1:]]), place)
+        view = see_loaded(loaded, conditions, text)
+    chosen = fitting_k(view, k if "k" in request.typed else None)
+    write_look(view, chosen, shlex.join(["semdiag", *sys.argv[1:]]), place)
     if quiet:
         return
-    for sentence in cautions(seen):
+    for sentence in cautions(view):
         tell(f"semdiag: {sentence}")
-    heads = all_heads(seen)
-    layers = counted(len(seen.layers), "layer")
-    say_sentences([lead(seen)])
-    say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
+    heads = all_heads(view)
+    layers = counted(len(view.layers), "layer")
+    say_sentences([lead(view)])
+    say(f"{model}: {counted(view.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
     say(f"Page: {place}")
 
 

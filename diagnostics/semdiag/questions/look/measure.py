@@ -180,7 +180,7 @@ class Head:
 
 
 @dataclass(frozen=True, eq=False)
-class SeenLayer:
+class LayerView:
     """One place of a model where attention happens."""
 
     module: str  # its dotted name
@@ -192,12 +192,12 @@ class SeenLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class InputView:
     """What the heads of a model do with one input."""
 
     model: LoadedModel  # the model that ran
     sample: Sample  # its input
-    layers: list[SeenLayer]  # in the order of their first calls
+    layers: list[LayerView]  # in the order of their first calls
     audit: Audit  # what was not captured, and remarks on what was
     residual: float  # the largest deviation of the recomputed attention, in units of what rounding can do
     dtype: str  # in which it ran
@@ -209,14 +209,14 @@ class Seen:
         return max(len(layer.queries) for layer in self.layers)
 
 
-def fitting_k(seen: Seen, k: int | None) -> int:
+def fitting_k(view: InputView, k: int | None) -> int:
     """Return the k that is shown at first."""
-    longest_row = max(int(head.allowed.sum(1).max()) for layer in seen.layers for head in layer.heads)
+    longest_row = max(int(head.allowed.sum(1).max()) for layer in view.layers for head in layer.heads)
     if k is None:
         return min(_USUAL_K, longest_row)
-    if all(head.selected is not None for layer in seen.layers for head in layer.heads):
+    if all(head.selected is not None for layer in view.layers for head in layer.heads):
         raise InputError(
-            f"k applies only to models that attend to every key: {seen.model.path} has a mask of its own."
+            f"k applies only to models that attend to every key: {view.model.path} has a mask of its own."
         )
     fitting([k], longest_row, "the largest number of keys")
     return k
@@ -228,7 +228,7 @@ class _Collector:
 
     sample: Sample
     layers: Layers = field(default_factory=Layers)
-    seen_layers: list[SeenLayer] = field(default_factory=list)
+    views: list[LayerView] = field(default_factory=list)
     folded: list[str] = field(default_factory=list)
     size: int = 0
 
@@ -244,7 +244,7 @@ class _Collector:
         exact = rows.statistics.kept_log_sum_exp.dtype
         self.size += exact.itemsize * int((rows.statistics.keys * rows.queries).sum())
         if self.size > LARGEST:
-            self.seen_layers.clear()
+            self.views.clear()
             return
         module = call.module.lower()
         words = self.sample.tokens
@@ -257,7 +257,7 @@ class _Collector:
         with torch.autocast(call.q.device.type, enabled=False):  # as for the statistics
             scores = call.scores(exact)
         heads = _heads(rows, scores)
-        self.seen_layers.append(SeenLayer(call.module, call.occurrence, queries, keys, crossing, heads))
+        self.views.append(LayerView(call.module, call.occurrence, queries, keys, crossing, heads))
 
 
 def see(
@@ -266,7 +266,7 @@ def see(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
-) -> Seen:
+) -> InputView:
     """Run a model on one input and keep what every head does with it."""
     collector, audit, kind = _run(model, sample, device, dtype)
     if collector.size > LARGEST:
@@ -281,7 +281,7 @@ def see(
             f"{sample.source}: its scores take {collector.size / 2**20:.0f} MiB, and a page holds "
             f"{LARGEST / 2**20:.0f}. Give a smaller input."
         )
-    if not collector.seen_layers:
+    if not collector.views:
         raise no_attention(model.path, audit)
     if not collector.size:
         raise InputError("There is no query to look at: every token of the input is padding.")
@@ -289,7 +289,7 @@ def see(
         audit.remarks[remark] += 1
     residual = collector.layers.largest("residual_over_rounding")
     name = str(kind).removeprefix("torch.")
-    return Seen(model, sample, collector.seen_layers, audit, residual, name, collector.folded)
+    return InputView(model, sample, collector.views, audit, residual, name, collector.folded)
 
 
 def _run(
@@ -333,7 +333,7 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean(dtype=np.float64)) if len(values) else math.nan
 
 
-def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Seen:
+def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = None) -> InputView:
     """Run a model on its one input."""
     device = find_device(conditions.device)
     conditions = conditions.decided([model], device)

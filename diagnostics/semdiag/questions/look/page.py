@@ -28,8 +28,8 @@ from semdiag.questions.look.measure import (
     LONGEST,
     Cut,
     Head,
-    Seen,
-    SeenLayer,
+    InputView,
+    LayerView,
     fitting_k,
     given_sample,
     see,
@@ -52,7 +52,7 @@ _CUT = {
 }
 
 
-def render_look(seen: Seen, k: int, command: str, groups: Mapping[str, Any] | None = None) -> str:
+def render_look(view: InputView, k: int, command: str, groups: Mapping[str, Any] | None = None) -> str:
     """Return the page; tokens and names are escaped, and control characters are made visible."""
     environment = page_environment()
     environment.filters["number"] = partial(number, infinite=UNKNOWN)
@@ -61,17 +61,17 @@ def render_look(seen: Seen, k: int, command: str, groups: Mapping[str, Any] | No
     parts = {
         name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js", "html.j2")
     }
-    heads = all_heads(seen)
-    broadest = max(len(layer.heads) for layer in seen.layers)
+    heads = all_heads(view)
+    broadest = max(len(layer.heads) for layer in view.layers)
     largest = max((one.dispersion for *_, one in heads if math.isfinite(one.dispersion)), default=0.0)
     return environment.from_string(parts["html.j2"]).render(
         style=Markup(f"{page_style()}\n{parts['css']}"),
         script=Markup(parts["js"]),
         data=Markup(
-            json.dumps(_data(seen, k, groups or {}), separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
+            json.dumps(_data(view, k, groups or {}), separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
         ),
         generator=GENERATOR,
-        seen=seen,
+        view=view,
         broadest=broadest,
         broad=broadest > _BROAD,
         largest=largest,
@@ -79,13 +79,13 @@ def render_look(seen: Seen, k: int, command: str, groups: Mapping[str, Any] | No
         furthest=furthest(heads),
         count=len(heads),
         counted=counted,
-        lead=lead(seen),
-        trained=_trained(seen)[0],
-        cautions=cautions(seen),
-        remarks=[f"{remark.module or 'The model'}: {remark.text}." for remark in seen.audit.remarks],
+        lead=lead(view),
+        trained=_trained(view)[0],
+        cautions=cautions(view),
+        remarks=[f"{remark.module or 'The model'}: {remark.text}." for remark in view.audit.remarks],
         selecting=any(one.selected is not None for *_, one in heads),
         command=command,
-        versions={name: version(name) for name in ("semdiag", "torch")} | {"dtype": seen.dtype},
+        versions={name: version(name) for name in ("semdiag", "torch")} | {"dtype": view.dtype},
     )
 
 
@@ -96,33 +96,33 @@ def is_page_of(model: str | None, head: str) -> bool:
     return all(tag in head for tag in tags)
 
 
-def all_heads(seen: Seen) -> list[tuple[int, int, Head]]:
+def all_heads(view: InputView) -> list[tuple[int, int, Head]]:
     """Return every head with its layer and number."""
-    return [(layer, head, one) for layer, each in enumerate(seen.layers) for head, one in enumerate(each.heads)]
+    return [(layer, head, one) for layer, each in enumerate(view.layers) for head, one in enumerate(each.heads)]
 
 
-def cautions(seen: Seen) -> list[str]:
+def cautions(view: InputView) -> list[str]:
     """Return what limits the answer, in sentences: what was left out, and warnings."""
     sentences = []
-    if seen.sample.cut is not None:
-        reason = _CUT[seen.sample.cut].format(seen.length)
-        sentences.append(f"The input is longer: its first {seen.length} tokens are shown {reason}")
-    if seen.folded:
-        where = seen.folded[0] or "the model"
-        if len(seen.folded) > 1:
+    if view.sample.cut is not None:
+        reason = _CUT[view.sample.cut].format(view.length)
+        sentences.append(f"The input is longer: its first {view.length} tokens are shown {reason}")
+    if view.folded:
+        where = view.folded[0] or "the model"
+        if len(view.folded) > 1:
             where += " and others"
         sentences.append(f"The batch axis of {where} holds several rows (heads or windows): the first is shown")
-    if broken := sum(not np.isfinite(one.scores).all() for *_, one in all_heads(seen)):
-        sentences.append(f"Heads with scores that are no finite numbers: {broken} of {len(all_heads(seen))}")
-    if seen.residual > 1:
+    if broken := sum(not np.isfinite(one.scores).all() for *_, one in all_heads(view)):
+        sentences.append(f"Heads with scores that are no finite numbers: {broken} of {len(all_heads(view))}")
+    if view.residual > 1:
         sentences.append(
             f"Recomputed from what was captured, the attention differs from the model's own by "
-            f"{seen.residual:.3g} times what rounding can do: something of it was missed"
+            f"{view.residual:.3g} times what rounding can do: something of it was missed"
         )
     sentences += [
-        f"Not captured: {one.operation} in {one.module or 'the model'}: {one.reason}" for one in seen.audit.skipped
+        f"Not captured: {one.operation} in {one.module or 'the model'}: {one.reason}" for one in view.audit.skipped
     ]
-    sentences += [one.text for one in seen.audit.remarks if one.severity == WARNING]
+    sentences += [one.text for one in view.audit.remarks if one.severity == WARNING]
     return [f"{text[:1].upper()}{text[1:]}." for text in dict.fromkeys(sentences)]
 
 
@@ -134,36 +134,36 @@ def furthest(heads: Sequence[tuple[int, int, Head]]) -> list[tuple[int, int, Hea
     return ranked if len(ranked) <= 2 * _FURTHEST else ranked[:_FURTHEST] + ranked[-_FURTHEST:]
 
 
-def lead(seen: Seen) -> str:
+def lead(view: InputView) -> str:
     """Return a sentence on the head whose scores lie furthest apart."""
-    heads = all_heads(seen)
+    heads = all_heads(view)
     extremes = furthest(heads)
     if not extremes:
         return "No head has finite scores."
     number, head, most = extremes[0]
     middle = float(np.median([one.dispersion for *_, one in heads if math.isfinite(one.dispersion)]))
     middle_words = f", where the middle head has {middle:.3g}" if len(extremes) > 1 else ""
-    layer = layer_name(number, [one.module for one in seen.layers])
+    layer = layer_name(number, [one.module for one in view.layers])
     start = f"Head {head} of layer {layer} spans the widest range of scores"
     return f"{start}: median δ {most.dispersion:.3g} nats{middle_words}."
 
 
-def _data(seen: Seen, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
+def _data(view: InputView, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the script reads: labels and masks once, scores as base64 of little-endian floats."""
     labels: dict[tuple[str, ...], int] = {}
     masks: dict[tuple[tuple[int, ...], bytes], int] = {}
-    size = max(head.scores.dtype.itemsize for *_, head in all_heads(seen))
+    size = max(head.scores.dtype.itemsize for *_, head in all_heads(view))
 
     def label(words: list[str]) -> int:
         return labels.setdefault(tuple(visible(word).translate(_MARKS) for word in words), len(labels))
 
-    def mask(kept: np.ndarray | None) -> int | None:
-        if kept is None:
+    def mask(pairs: np.ndarray | None) -> int | None:
+        if pairs is None:
             return None
-        bits = np.packbits(kept, axis=None, bitorder="little").tobytes()
-        return masks.setdefault((kept.shape, bits), len(masks))
+        bits = np.packbits(pairs, axis=None, bitorder="little").tobytes()
+        return masks.setdefault((pairs.shape, bits), len(masks))
 
-    def layer(one: SeenLayer) -> dict[str, Any]:
+    def layer(one: LayerView) -> dict[str, Any]:
         heads = [
             {
                 "scores": _base64(head.scores.astype(f"<f{size}").tobytes()),
@@ -182,27 +182,27 @@ def _data(seen: Seen, k: int, groups: Mapping[str, Any]) -> dict[str, Any]:
             "heads": heads,
         }
 
-    layers = [layer(one) for one in seen.layers]
+    layers = [layer(one) for one in view.layers]
     return {
-        "k": k, "tokens": seen.length,
-        "groups": {visible(name): np.flatnonzero(_group(name, of, seen)).tolist() for name, of in groups.items()},
-        "trained": _trained(seen), "bytes": size, "layers": layers, "labels": [list(words) for words in labels],
+        "k": k, "tokens": view.length,
+        "groups": {visible(name): np.flatnonzero(_group(name, of, view)).tolist() for name, of in groups.items()},
+        "trained": _trained(view), "bytes": size, "layers": layers, "labels": [list(words) for words in labels],
         "masks": [_base64(bits) for _, bits in masks],
     }  # fmt: skip
 
 
-def _group(name: str, tokens: Any, seen: Seen) -> np.ndarray:
+def _group(name: str, tokens: Any, view: InputView) -> np.ndarray:
     in_group = np.asarray(tokens)
-    length = seen.length
+    length = view.length
     if in_group.dtype != bool or in_group.shape != (length,):
         raise InputError(f"The group {name} must be bool, ({length},). Got {in_group.dtype} of {in_group.shape}.")
     return in_group
 
 
-def _trained(seen: Seen) -> list[str]:
+def _trained(view: InputView) -> list[str]:
     """Return what trained models have of each of the three numbers; empty for encoders, which are far smaller."""
     sentences = (f"In trained models 90% of the heads have {reference_words(name, [])}." for name in _NUMBERS)
-    return list(sentences) if seen.model.external else [""] * len(_NUMBERS)
+    return list(sentences) if view.model.external else [""] * len(_NUMBERS)
 
 
 def _base64(content: bytes) -> str:
@@ -243,9 +243,11 @@ def place_of(model: str, out: Path | None) -> Path:
     return place
 
 
-def write_look(seen: Seen, k: int, command: str, place: Path, groups: Mapping[str, Any] | None = None) -> None:
+def write_look(
+    view: InputView, k: int, command: str, place: Path, groups: Mapping[str, Any] | None = None
+) -> None:
     """Write the page, whole or not at all."""
-    page = render_look(seen, k, command, groups)
+    page = render_look(view, k, command, groups)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_text(place, page)
@@ -301,10 +303,10 @@ def look(
     """
     loaded = unnamed(model)
     place = place_of(loaded.path, Path(out))
-    seen = see(loaded, given_sample(loaded, inputs, tokens), device, dtype)
-    if tokens is not None and not any(seen.sample.tokens in (one.queries, one.keys) for one in seen.layers):
+    view = see(loaded, given_sample(loaded, inputs, tokens), device, dtype)
+    if tokens is not None and not any(view.sample.tokens in (one.queries, one.keys) for one in view.layers):
         raise InputError(
             f"Got {len(tokens)} tokens, but no attention of {loaded.path} has that many queries or keys."
         )
-    write_look(seen, fitting_k(seen, k), f"semdiag.look(model, inputs, {str(out)!r})", place, groups)
+    write_look(view, fitting_k(view, k), f"semdiag.look(model, inputs, {str(out)!r})", place, groups)
     return place

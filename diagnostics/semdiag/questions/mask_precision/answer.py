@@ -169,12 +169,12 @@ _MARKERS = "osD^vP*Xh<>"  # of noise levels or formats
 
 def _judged_models(findings: Findings, table: Table) -> list[tuple[str, str]]:
     measurements = findings.measurements
-    kept = measurements[table].groupby("model")["kept"].last()
+    set_sizes = measurements[table].groupby("model")["kept"].last()
     judged = []
     for panel in panels_of(measurements.models):
         for series in panel.series:
-            if series.model in kept.index:
-                supposed = f": top-{kept[series.model]} it would choose" if series.attention in DENSE else ""
+            if series.model in set_sizes.index:
+                supposed = f": top-{set_sizes[series.model]} it would choose" if series.attention in DENSE else ""
                 judged.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
     if not judged:
         raise NothingToDrawError("No mask of these models depends on the input, so none can change.")
@@ -191,12 +191,12 @@ def draw_survival(findings: Findings, table: Table, rows: pd.DataFrame, note: st
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, name) in zip(axes, models, strict=True):
         for at, (curve, color) in enumerate(zip(curves, shades, strict=True)):
-            own = rows[(rows["model"] == model) & (rows["curve"] == curve)]
-            layers = own["layer"].to_numpy(int)
+            of_curve = rows[(rows["model"] == model) & (rows["curve"] == curve)]
+            layers = of_curve["layer"].to_numpy(int)
             marker = _MARKERS[at % len(_MARKERS)]
-            ax.plot(layers, own["same"], color=color, marker=marker, markersize=4, label=curve)
-            ax.fill_between(layers, own["low"], own["high"], color=color, alpha=0.25, linewidth=0)
-            ax.plot(layers, own["certified"], color=color, linestyle=":", linewidth=1.3)
+            ax.plot(layers, of_curve["same"], color=color, marker=marker, markersize=4, label=curve)
+            ax.fill_between(layers, of_curve["low"], of_curve["high"], color=color, alpha=0.25, linewidth=0)
+            ax.plot(layers, of_curve["certified"], color=color, linestyle=":", linewidth=1.3)
             number_layers(ax, layers.tolist())
         ax.set_ylim(0, 1.03)
         ax.set_title(name, fontsize=9)

@@ -42,7 +42,7 @@ class RoundedRows:
     tied: Tensor  # (F, B, H, L) bool: the k-th and the next rounded score are equal
     certified: Tensor  # (F, B, H, L) bool
     lost: Tensor  # (F, B, H, L) float64, weight of the keys dropped minus that of the keys gained
-    kept: int  # k
+    set_size: int  # k
     why: str  # what is not covered, if anything is
 
 
@@ -51,13 +51,13 @@ def rounded_rows(
 ) -> RoundedRows:
     """Compare the set of every row, from its scores in float64, with that of its rounded scores."""
     length = call.k.shape[2]
-    kept = call.selected.shape[-1] if selection.by_model and call.selected is not None else min(k, length)
+    set_size = call.selected.shape[-1] if selection.by_model and call.selected is not None else min(k, length)
     outside = _outside_the_model(call)
     step = max(1, _STRIP // (call.q.shape[0] * call.q.shape[1] * length))
     parts = []
     for start in range(0, call.q.shape[2], step):
         part = call.part(queries=slice(start, start + step))
-        parts.append(_strip(part, kept, selection, formats, covered=not outside))
+        parts.append(_strip(part, set_size, selection, formats, covered=not outside))
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     follows = joined.pop("follows")
     covered = joined["covered"]
@@ -66,7 +66,7 @@ def rounded_rows(
         BEYOND: not outside and bool((joined["counted"] & follows & ~covered).any()),
     }
     return RoundedRows(
-        **joined, kept=kept, why=outside or " and ".join(why for why, true in reasons.items() if true)
+        **joined, set_size=set_size, why=outside or " and ".join(why for why, true in reasons.items() if true)
     )
 
 
@@ -81,7 +81,7 @@ def _outside_the_model(call: AttentionCall) -> str:
 
 
 def _strip(
-    part: AttentionCall, kept: int, selection: Selection, formats: Sequence[NumberFormat], covered: bool
+    part: AttentionCall, set_size: int, selection: Selection, formats: Sequence[NumberFormat], covered: bool
 ) -> dict[str, Tensor]:
     """Return the attributes of :class:`RoundedRows` for some queries, and whether their sets follow the scores."""
     keys = part.k.double().repeat_interleave(part.q.shape[1] // part.k.shape[1], 1)
@@ -92,19 +92,19 @@ def _strip(
         scores = scores.masked_fill(~part.allowed, -torch.inf)
     allowed = torch.ones_like(scores, dtype=torch.bool) if part.allowed is None else part.allowed.expand_as(scores)
     number = allowed.sum(-1)
-    columns = {"counted": part.counted & (number > kept), "keys": number}
-    before = top_set(scores, kept)
+    columns = {"counted": part.counted & (number > set_size), "keys": number}
+    before = top_set(scores, set_size)
     columns["follows"] = columns["counted"] & covered & _follows(part, keys, scores, selection)
     by_format: dict[str, list[Tensor]] = {}
     for kind in formats:
         error = score_error(q, keys, scale, kind)
         judged = columns["follows"] & (~allowed | (error.isfinite() & scores.isfinite())).all(-1)
         later = rounded_scores(q, keys, scale, kind).masked_fill(~allowed, -torch.inf)
-        changed = judged & (kept_in_common(later[None], before)[0] < kept)
+        changed = judged & (kept_in_common(later[None], before)[0] < set_size)
         of_format = {
             "covered": judged,
             "changed": changed,
-            "tied": judged & (top_set(later, kept).separation == 0),
+            "tied": judged & (top_set(later, set_size).separation == 0),
             "certified": judged & survives_rounding(scores, error, before),
             "lost": _weight_lost(scores, later, before, changed, selection.sign),
         }
@@ -132,8 +132,10 @@ def _weight_lost(scores: Tensor, later: Tensor, before: TopSet, changed: Tensor,
     # Among equal rounded scores the keys that were kept come first, then those with the larger score.
     order = z.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, inside.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True))
-    kept = after.gather(-1, order).argsort(dim=-1, descending=True, stable=True)[:, : before.positions.shape[-1]]
-    kept_later = torch.zeros_like(inside).scatter_(-1, order.gather(-1, kept), True)
+    later_set = after.gather(-1, order).argsort(dim=-1, descending=True, stable=True)[
+        :, : before.positions.shape[-1]
+    ]
+    kept_later = torch.zeros_like(inside).scatter_(-1, order.gather(-1, later_set), True)
     dropped, gained = ((weights * keys).sum(-1) for keys in (inside & ~kept_later, kept_later & ~inside))
     lost[changed] = dropped - gained
     return lost
@@ -191,7 +193,13 @@ class _Collector:
         }  # fmt: skip
         counts = {name: (values & enough).sum(-1).flatten().cpu().numpy() for name, values in of_rows.items()}
         at = np.indices(rows.covered.shape[:3]).reshape(3, -1)
-        places = {"sample": samples[at[1]], "head": at[2], "layer": layer, "kept": rows.kept, "model": self.model}
+        places = {
+            "sample": samples[at[1]],
+            "head": at[2],
+            "layer": layer,
+            "kept": rows.set_size,
+            "model": self.model,
+        }
         table = pd.DataFrame({**places, **counts, "format": np.array(self.plan.formats)[at[0]]})
         return table.assign(why=np.where(table["not_covered"] > 0, rows.why, ""))[table["queries"] > 0]
 

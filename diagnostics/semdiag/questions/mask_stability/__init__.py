@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from semdiag.measuring.plan import Plan, ReportOptions
 from semdiag.presenting import options
-from semdiag.presenting.options import SUPPOSED_K, option, option_field
+from semdiag.presenting.options import SUPPOSED_K, command_option, option_field
 from semdiag.presenting.question import Question, Request
 from semdiag.questions.stability import NOISE, check_levels
 
@@ -67,7 +67,7 @@ class NoisePlan(Plan):
 def _ask(
     precision: Annotated[
         str,
-        option(
+        command_option(
             "Number formats to which queries, keys and scores are rounded, like bf16,fp16,fp8-e4m3,fp8-e5m2. "
             "Noise is then added only if an option of it is given.",
             panel="Which rounding", metavar="FORMAT,FORMAT", rare=True,

@@ -49,7 +49,7 @@ class RowChanges:
     certified: Tensor  # (D, N, b, H, L) bool
     swing: Tensor  # (D, N, b, H, L) dz_(k) − dz_(k+1), nats
     response: Tensor  # (N, b, H, L) ‖p − p'‖₁ of the model's own weights in the first of the draws
-    kept: Tensor  # (b, H, L) int, |S|
+    set_size: Tensor  # (b, H, L) int, |S|
     keys: Tensor  # (b, H, L) int, how many the query may attend to
 
 
@@ -62,7 +62,7 @@ def row_changes(
     check_rows(call, samples * (1 + draws * levels))
     length = call.k.shape[2]
     by_model = call.selected if selection.by_model else None
-    kept = min(k, length) if by_model is None else by_model.shape[-1]
+    set_size = min(k, length) if by_model is None else by_model.shape[-1]
     # Half precision is compared in float32, but its selection was rounded as it was.
     eps = torch.finfo(call.q.dtype).eps
     q, keys = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (call.q, call.k))
@@ -80,7 +80,7 @@ def row_changes(
         if bias is not None:
             scores = scores + selection.sign * bias
         allowed = call.part(slice(samples), part).allowed  # of the clean samples; copies have the same
-        parts.append(_strip(scores, allowed, chosen, rounding[..., part], samples, kept, selection.sign))
+        parts.append(_strip(scores, allowed, chosen, rounding[..., part], samples, set_size, selection.sign))
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     joined["counted"] &= call.counted[:samples]
     return RowChanges(**joined)
@@ -104,7 +104,7 @@ def _strip(
     chosen: Tensor | None,
     rounding: Tensor,
     samples: int,
-    kept: int,
+    set_size: int,
     sign: int,
 ) -> dict[str, Tensor]:
     levels = rounding.shape[1]
@@ -114,7 +114,7 @@ def _strip(
     if allowed is not None:
         clean = clean.masked_fill(~allowed, -torch.inf)
         allowed = allowed.expand(clean.shape)
-    before = top_set(clean, kept, None if chosen is None else chosen[:samples])
+    before = top_set(clean, set_size, None if chosen is None else chosen[:samples])
     keys = clean.new_full(clean.shape[:-1], clean.shape[-1], dtype=torch.int64)
     if allowed is not None:
         keys = allowed.sum(-1)
@@ -132,9 +132,10 @@ def _strip(
     kept_noisy = None if chosen is None else _copies(chosen, samples, levels)[0].clamp(min=0)
     moved = _weights(noisy[0] if sign > 0 else -noisy[0], allowed, kept_noisy).sub_(weights).abs_().sum(-1)
     return {
-        "counted": keys > kept, "separation": before.separation, "common": common, "changed": common < kept,
-        "certified": certified(width, before.separation, rounding), "swing": swing, "response": moved,
-        "kept": torch.full_like(before.separation, kept, dtype=torch.int64), "keys": keys,
+        "counted": keys > set_size, "separation": before.separation, "common": common,
+        "changed": common < set_size, "certified": certified(width, before.separation, rounding),
+        "swing": swing, "response": moved,
+        "set_size": torch.full_like(before.separation, set_size, dtype=torch.int64), "keys": keys,
     }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class _MaskSums:
         self._swings: dict[int, Tensor] = {}  # by layer: (3, levels, heads) count, Σ, Σ²
 
     def add(self, layer: int, changes: RowChanges) -> None:
-        row = {name: getattr(changes, name) for name in ("counted", "separation", "response", "kept")}
+        row = {name: getattr(changes, name) for name in ("counted", "separation", "response", "set_size")}
         counts = {
             "agreement": changes.common, "changed": changes.changed, "certified": changes.certified,
             "certified_changed": changes.changed & changes.certified,
@@ -76,14 +76,14 @@ class _MaskSums:
             counted = joined["counted"]
             sample, head, query = (where.to(torch.int32).numpy() for where in counted.nonzero(as_tuple=True))
             separation = joined["separation"][counted].double()
-            kept = joined["kept"][counted]
+            set_size = joined["set_size"][counted]
             for at, level in enumerate(levels):
                 sums = {name: values[at][counted].double() for name, values in joined.items() if values.ndim == 4}
                 sd = spread[at][torch.from_numpy(head).long()]
                 columns = {
                     "sample": sample, "layer": np.int32(layer), "head": head, "query": query, "level": level,
-                    "kept": kept.to(torch.int32), "draws": np.int32(draws), "separation": separation,
-                    "agreement": sums["agreement"] / (draws * kept), "exact": 1 - sums["changed"] / draws,
+                    "kept": set_size.to(torch.int32), "draws": np.int32(draws), "separation": separation,
+                    "agreement": sums["agreement"] / (draws * set_size), "exact": 1 - sums["changed"] / draws,
                     "certified": sums["certified"] / draws, "certified_changed": sums["certified_changed"],
                     "predicted": predicted_agreement(separation, sd), "swing_sd": sd, "response": sums["response"],
                 }  # fmt: skip

@@ -43,15 +43,15 @@ def _of_model(pairs: pd.DataFrame) -> Iterator[dict[str, Any]]:
         if rows.empty:
             continue
         yield _described(what, ALL, ALL, rows)
-        for (layer, other), part in rows.groupby(["layer", "other_layer"], sort=True):
-            yield _described(what, int(str(layer)), int(str(other)), part)
+        for (layer, second_layer), part in rows.groupby(["layer", "other_layer"], sort=True):
+            yield _described(what, int(str(layer)), int(str(second_layer)), part)
 
 
-def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[str, Any]:
+def _described(what: str, layer: int, second_layer: int, rows: pd.DataFrame) -> dict[str, Any]:
     interval = mean_interval(rows, "jaccard").if_varied()
     places = ["layer", "head", "other_layer", "other_head"]
     return {
-        "what": what, "layer": layer, "other_layer": other, "pairs": len(rows[places].drop_duplicates()),
+        "what": what, "layer": layer, "other_layer": second_layer, "pairs": len(rows[places].drop_duplicates()),
         "queries": int(rows["queries"].sum()), "samples": rows["sample"].nunique(), "jaccard": interval.estimate,
         "low": interval.low, "high": interval.high, "chance": float(rows["chance"].mean()),
     }  # fmt: skip

@@ -29,7 +29,7 @@ OVERLAP = Table(
 _ENTRIES = 2**26  # of the masks that are compared at a time
 
 
-def mask_overlap(
+def key_overlaps(
     model: LoadedModel | nn.Module,
     inputs: Batch | Iterable[Batch],
     plan: OverlapPlan | None = None,
@@ -207,4 +207,4 @@ def expected_jaccard(
 def measure_overlap(subject: Subject, plan: OverlapPlan) -> Mapping[str, pd.DataFrame]:
     """Return the tables of a plan."""
     inputs, _ = subject.first
-    return {"overlap": mask_overlap(subject.model, inputs, plan, device=subject.device)}
+    return {"overlap": key_overlaps(subject.model, inputs, plan, device=subject.device)}

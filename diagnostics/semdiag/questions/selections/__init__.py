@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from semdiag.presenting import options
-from semdiag.presenting.options import option
+from semdiag.presenting.options import command_option
 from semdiag.presenting.question import YOUR_MODEL, Question, Request
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from semdiag.presenting.answer import Answer
 
-_asked = partial(option, panel="What is asked")
+_asked = partial(command_option, panel="What is asked")
 _OF_MODELS = ("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head", "save")
 _OF_FILES = ("against", "causal", "keys", "layout")
 _CERTIFIED = "bfloat16"  # unless the user names another format

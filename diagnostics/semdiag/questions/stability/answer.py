@@ -156,8 +156,8 @@ def _fixed(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
 def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
     queries = queries[queries["kept"] > 0]  # without a key there is no softmax
     usable = queries[np.isfinite(queries["dispersion"])]
-    delta, kept = (torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "kept"))
-    bound = fixed_mask_stability(delta, kept).log_value.exp().numpy()
+    delta, key_count = (torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "kept"))
+    bound = fixed_mask_stability(delta, key_count).log_value.exp().numpy()
     local = query_stability(usable).to_numpy()
     violated = local > bound * (1 + tolerance) + tolerance * 1e-3
     trivial = ~violated & (bound >= 0.5)
@@ -204,9 +204,9 @@ def response_table(findings: Findings) -> pd.DataFrame:
     results = []
     for pair in findings(compared_pairs):
         for level in sorted(secants["level"].unique()):
-            if (pair.full, level) not in rows or (pair.other, level) not in rows:
+            if (pair.full, level) not in rows or (pair.counterpart, level) not in rows:
                 continue
-            other = rows[pair.other, level]
+            other = rows[pair.counterpart, level]
             full = rows[pair.full, level]
             ratio = ratio_interval(other, full, "weight_change", resamples=RESAMPLES)
             results.append(
@@ -436,10 +436,10 @@ def stability_curves(findings: Findings) -> Figure:
         _draw_curves(ax, keys)
         _draw_points(ax, keys, rows[rows["kept"] == keys])
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
-    found = rows[rows["above"]].groupby(["model", "layer"], sort=False).size().nlargest(_NAMED)
+    exceeding = rows[rows["above"]].groupby(["model", "layer"], sort=False).size().nlargest(_NAMED)
     above = [
         f"{labels[model]}, layer {layer} ({number})"
-        for (model, layer), number in zip(found.index.tolist(), found, strict=True)
+        for (model, layer), number in zip(exceeding.index.tolist(), exceeding, strict=True)
     ]
     levels = ", ".join(percent(level, "g") for level in sorted(rows["level"].unique()))
     samples = counted(int(rows.groupby("model")["sample"].nunique().max()), "sample")
@@ -499,8 +499,8 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
     excess = np.log(rows["secant"]) - rows["ln_paper"]
     always = (np.log(rows["secant"]) - rows["ln_sound"]).nlargest(5).index
     always = always.union(excess[rows["above"]].nlargest(_EXCEEDING).index)
-    others = rows.drop(index=always)
-    chosen = others.sample(min(POINTS - len(always), len(others)), random_state=0).index.union(always)
+    remaining = rows.drop(index=always)
+    chosen = remaining.sample(min(POINTS - len(always), len(remaining)), random_state=0).index.union(always)
     points = rows.loc[chosen]
     kinds = [kind for kind in ATTENTION_STYLES | DENSE_STYLES if kind in set(points["attention"])]
     for kind in kinds:

@@ -99,13 +99,13 @@ def _gains(call: AttentionCall, generator: torch.Generator) -> dict[str, np.ndar
         start = (start.to(some.q.device) * rows.counted[..., None]).flatten(2)
         largest = rows.weights.amax(-1)
         count = rows.counted.sum(-1)
-        found = {"xi": (2 * largest * (1 - largest) * rows.counted).sum(-1) / count, "queries": count}
-        found["settled"] = torch.ones_like(count, dtype=torch.bool)
+        gains = {"xi": (2 * largest * (1 - largest) * rows.counted).sum(-1) / count, "queries": count}
+        gains["settled"] = torch.ones_like(count, dtype=torch.bool)
         for name, free in _WAYS.items():
             norm = jacobian_spectral_norm(partial(head.forward, free), partial(head.back, free), start, STEPS)
-            found[name] = norm.value
-            found["settled"] = found["settled"] & norm.settled
-        for name, values in found.items():
+            gains[name] = norm.value
+            gains["settled"] = gains["settled"] & norm.settled
+        for name, values in gains.items():
             columns.setdefault(name, []).append(values[0].cpu().numpy())
     return {name: np.concatenate(several) for name, several in columns.items()}
 
@@ -138,14 +138,14 @@ class _Head:
     def back(self, free: tuple[str, ...], output: Tensor) -> Tensor:
         """Return the transpose's image of do."""
         u = output.reshape(*self.call.q.shape[:3], self.call.v.shape[3])
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         if "q" in free:
             change = u @ self.call.v.mT
             change = self.slope * (self.weights * (change - (self.weights * change).sum(-1, keepdim=True)))
-            found |= {"q": change @ self.call.k, "k": change.mT @ self.call.q}
+            gradients |= {"q": change @ self.call.k, "k": change.mT @ self.call.q}
         if "v" in free:
-            found["v"] = self.weights.mT @ u
-        return torch.cat([found[name].flatten(2) for name in free], -1)
+            gradients["v"] = self.weights.mT @ u
+        return torch.cat([gradients[name].flatten(2) for name in free], -1)
 
 
 def _heads(call: AttentionCall, heads: slice) -> AttentionCall:

@@ -43,16 +43,16 @@ def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
     """Add secants and the logarithms of every form of ξ to the table ``secants`` of one model."""
     with np.errstate(invalid="ignore", divide="ignore"):
         secant = secants["weight_change"] / secants["score_change"].where(secants["score_change"] > 0)
-    known = np.isfinite(secants["dispersion"]) & secants["separation"].notna()
-    usable = secants[known]
-    delta, gap, kept = (
+    defined = np.isfinite(secants["dispersion"]) & secants["separation"].notna()
+    usable = secants[defined]
+    delta, gap, key_count = (
         torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "separation", "kept")
     )
     fixed = np.isposinf(secants["separation"]) | (attention in FIXED_MASKS)
     columns: dict[str, Any] = {"secant": secant, "fixed_set": fixed}
-    for name, values in _constants(attention, delta, gap, kept).items():
+    for name, values in _constants(attention, delta, gap, key_count).items():
         column = np.full(len(secants), np.nan)
-        column[known.to_numpy()] = values.numpy()
+        column[defined.to_numpy()] = values.numpy()
         columns[name] = pd.Series(column, index=secants.index)
     columns["ln_pair"], columns["ln_row"] = _of_pairs(secants, columns["ln_sound"], columns["ln_row"])
     return secants.assign(**columns)
@@ -70,14 +70,14 @@ def _of_pairs(secants: pd.DataFrame, ln_sound: pd.Series, ln_row: pd.Series) -> 
     return ln_sound.where(~same, xi), ln_row.where(~same, row)
 
 
-def _constants(attention: str, delta: Tensor, gap: Tensor, kept: Tensor) -> dict[str, Tensor]:
+def _constants(attention: str, delta: Tensor, gap: Tensor, key_count: Tensor) -> dict[str, Tensor]:
     names = ("ln_sound", "ln_paper", "ln_row")
     if attention in FIXED_MASKS:
         forms = (fixed_mask_stability, paper_fixed_mask_stability, fixed_mask_row_stability)
-        return {name: form(delta, kept).log_value for name, form in zip(names, forms, strict=True)}
+        return {name: form(delta, key_count).log_value for name, form in zip(names, forms, strict=True)}
     if attention in HEAVY_HITTERS:
         gapped = (heavy_hitter_stability, paper_heavy_hitter_stability, heavy_hitter_row_stability)
-        return {name: form(delta, gap, kept).log_value for name, form in zip(names, gapped, strict=True)}
+        return {name: form(delta, gap, key_count).log_value for name, form in zip(names, gapped, strict=True)}
     return dict.fromkeys(names, torch.full_like(delta, torch.nan))
 
 
@@ -154,8 +154,8 @@ def measure_secants(
 
     def add_noise(copies: Tensor, place: int = 0) -> None:
         generator = generators.setdefault(place, torch.Generator().manual_seed(seed + place))
-        drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
-        copies += level * token_size(copies) * drawn
+        noise = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
+        copies += level * token_size(copies) * noise
 
     few = list(first_samples(batches, samples))
     length, keys = longest_call(loaded, few, device, torch.float64)

@@ -14,7 +14,7 @@ from semdiag.measuring.survey import survey
 from semdiag.questions import registry
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag.questions.mask_stability.measure import MASKS, NoisePlan
-from semdiag.questions.overlap.measure import OVERLAP, OverlapPlan, mask_overlap
+from semdiag.questions.overlap.measure import OVERLAP, OverlapPlan, key_overlaps
 from semdiag.questions.stability.measure import SECANTS, SecantsPlan, measure_secants
 from semdiag_files import InputError
 
@@ -161,7 +161,7 @@ def test_what_compares_rows_refuses_a_folded_batch_axis(fold, ids):
     with pytest.raises(InputError, match=f"^mask stability of model not available, because {why}") as refused:
         semdiag.mask_stability(model, ids)
     assert "\n" not in str(refused.value)
-    for ask in (measure_secants, mask_overlap):
+    for ask in (measure_secants, key_overlaps):
         with pytest.raises(NotAvailableError, match=f"^{why}"):
             ask(unnamed(model), [ids])
 

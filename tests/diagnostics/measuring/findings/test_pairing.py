@@ -25,7 +25,7 @@ def models(made_up):
 
 def test_a_full_and_a_topk_model_of_the_same_run_are_a_pair(models):
     pairs, alone = find_pairs(models(t=TOPK, f={}))
-    assert pairs == [Pair("even-pairs, topk-5, seed 1", full="f", other="t")]
+    assert pairs == [Pair("even-pairs, topk-5, seed 1", full="f", counterpart="t")]
     assert alone == []
 
 
@@ -88,13 +88,13 @@ def test_a_long_path_is_told_by_its_end_or_whole_if_others_end_alike():
 def test_what_is_unknown_of_both_is_the_same(models):
     unknown = {"seed": None, "task": None}
     pairs, alone = find_pairs(models(f=unknown, t={**TOPK, **unknown}))
-    assert [(pair.full, pair.other) for pair in pairs] == [("f", "t")]
+    assert [(pair.full, pair.counterpart) for pair in pairs] == [("f", "t")]
     assert alone == []
 
 
 def test_several_counterparts_share_one_full_model(models):
     pairs, alone = find_pairs(models(f={}, a=TOPK, b={**TOPK, "k": 3}))
-    assert [(p.label, p.full, p.other) for p in pairs] == [
+    assert [(p.label, p.full, p.counterpart) for p in pairs] == [
         ("even-pairs, topk-5, seed 1", "f", "a"),
         ("even-pairs, topk-3, seed 1", "f", "b"),
     ]
@@ -103,11 +103,11 @@ def test_several_counterparts_share_one_full_model(models):
 
 def test_other_attentions_are_left_out_unless_all_are_asked_for(models):
     table = models(f={}, t=TOPK, b={"attention": "banded", "k": 3}, c={"attention": "banded", "k": 3, "seed": 2})
-    assert [pair.other for pair in find_pairs(table)[0]] == ["t"]
+    assert [pair.counterpart for pair in find_pairs(table)[0]] == ["t"]
     assert find_pairs(table)[1] == []
-    assert [pair.other for pair in find_pairs(table, "banded")[0]] == ["b"]
+    assert [pair.counterpart for pair in find_pairs(table, "banded")[0]] == ["b"]
     everything, alone = find_pairs(table, None)
-    assert [pair.other for pair in everything] == ["t", "b"]
+    assert [pair.counterpart for pair in everything] == ["t", "b"]
     assert alone == ["c"]
 
 

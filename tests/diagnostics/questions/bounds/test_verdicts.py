@@ -262,7 +262,7 @@ def test_what_is_a_tie_grows_with_the_scores(pair):
     measured.provenance["dtype"] = "float64"
     pairs = find_pairs(measured.models, None)[0]
     assert pair_percentiles(Findings(measured), pairs[0]).separation[-1] == pytest.approx(1e-12)
-    reach = constants(pairs[0].other, sound=1.0)
+    reach = constants(pairs[0].counterpart, sound=1.0)
     reach.loc[0, ["quantity", "form", "ln_value"]] = ["score_reach", "measured", math.log(1e4)]
     large = Findings(measured.replace(constants=reach))
     assert pair_percentiles(large, pairs[0]).separation[-1] == 0
@@ -331,9 +331,9 @@ def test_masks_of_different_k_cannot_be_compared_and_it_is_said(made_up):
 
 def test_pairs_with_a_reference(made_up):
     measured = made_up(("full", [1] * 4, {}), ("a", [1] * 4, TOPK), ("b", [1] * 4, {"attention": "block", "k": 2}))
-    assert [(p.full, p.other) for p in compared_pairs(Findings(measured))] == [("full", "a"), ("full", "b")]
+    assert [(p.full, p.counterpart) for p in compared_pairs(Findings(measured))] == [("full", "a"), ("full", "b")]
     measured.provenance["against"] = "a"
-    assert [(p.full, p.other) for p in compared_pairs(Findings(measured))] == [("full", "a"), ("a", "b")]
+    assert [(p.full, p.counterpart) for p in compared_pairs(Findings(measured))] == [("full", "a"), ("a", "b")]
     assert (
         compared_pairs(Findings(measured))[0].label
         == "even-pairs, full, seed 1, last against even-pairs, topk-2, seed 1, last"

@@ -13,9 +13,9 @@ from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
 from semdiag.questions.compare.answer import (
     answer_table,
-    change_table,
     compare_map,
     comparison_claims,
+    comparison_table,
     head_ranking,
 )
 from semdiag.questions.compare.measure import COMPARED, COMPARED_OUTPUTS
@@ -54,7 +54,7 @@ def found(model):
 
 
 def test_heads_layers_and_all_are_means_over_queries_and_relative_norms(found):
-    table = found(change_table).set_index(["layer", "head"])
+    table = found(comparison_table).set_index(["layer", "head"])
     assert len(table) == 4 + 2 + 1
     expected = {**HEADS, (0, ALL): 0.2, (1, ALL): 0.125, (ALL, ALL): 0.1625}
     for place, change in expected.items():
@@ -76,12 +76,12 @@ def test_ranks_begin_with_the_head_that_changed_most(found):
     ranking = found(head_ranking)
     assert list(zip(ranking["layer"], ranking["head"], strict=True)) == [(0, 1), (1, 0), (0, 0), (1, 1)]
     assert ranking["rank"].tolist() == [1, 2, 3, 4]
-    assert found(change_table)["rank"].isna().tolist() == [True, True, True, False, False, False, False]
+    assert found(comparison_table)["rank"].isna().tolist() == [True, True, True, False, False, False, False]
 
 
 def test_what_is_0_of_0_is_unknown(model):
     nothing = dict.fromkeys(("output", "by_weights", "by_values", "change", "top_queries", "overlap"), 0)
-    table = Findings(made(model, "b.pt", **nothing))(change_table)
+    table = Findings(made(model, "b.pt", **nothing))(comparison_table)
     assert table[["output_change", "by_weights", "by_values", "weights_share", "overlap"]].isna().all(axis=None)
 
 

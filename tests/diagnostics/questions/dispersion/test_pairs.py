@@ -19,7 +19,7 @@ def gate(made_up, full, topk):
 def test_smaller_dispersions_pass(made_up):
     result = gate(made_up, LARGE, LARGE / 2)
     assert (result.passed, result.failed) == (True, ())
-    assert (result.pair.full, result.pair.other) == ("f", "t")
+    assert (result.pair.full, result.pair.counterpart) == ("f", "t")
     for p in (50, 75, 90, 95, 100):
         assert result.full[f"p{p}"] == np.percentile(LARGE, p)
         assert result.topk[f"p{p}"] == np.percentile(LARGE / 2, p)
@@ -69,7 +69,7 @@ def test_every_pair_is_judged_on_its_own(made_up):
     other = {"seed": 2}
     models = [("f", LARGE, {}), ("t", LARGE / 2, TOPK), ("g", LARGE, other), ("u", 2 * LARGE, {**TOPK, **other})]
     results = dispersion_gate(Findings(made_up(*models)))
-    assert [(r.pair.other, r.passed) for r in results] == [("t", True), ("u", False)]
+    assert [(r.pair.counterpart, r.passed) for r in results] == [("t", True), ("u", False)]
 
 
 @pytest.mark.parametrize("facts", [{}, TOPK])

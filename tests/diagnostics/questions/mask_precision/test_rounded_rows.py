@@ -169,7 +169,7 @@ def test_keys_that_the_scores_do_not_choose_are_not_covered():
     mixed = torch.where(torch.arange(12)[:, None] < 5, worst, best)
     own = selection_of("topk")
     found = rounded_rows(call_of(q, k, selected=mixed), 9, own, KINDS)
-    assert (found.kept, found.why) == (3, OTHER_KEYS)
+    assert (found.set_size, found.why) == (3, OTHER_KEYS)
     assert found.covered[..., 5:].all()
     assert not found.covered[..., :5].any()
     assert not any(getattr(found, name)[..., :5].any() for name in COLUMNS)

@@ -14,7 +14,7 @@ from semdiag.measuring.survey import survey
 from semdiag.presenting.answer import sentences_of
 from semdiag.questions import registry
 from semdiag.questions.overlap.answer import overlap_table
-from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
+from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, key_overlaps
 from semdiag_files import InputError
 
 K = 3
@@ -48,7 +48,7 @@ def index(a, b):
 def test_indices_are_those_of_a_loop_over_sets(wild_encoder, padded_tokens, kind, k):
     encoder, tokens = wild_encoder(kind), padded_tokens[0]
     sets = sets_of(encoder, tokens, k)
-    table = mask_overlap(encoder, tokens, OverlapPlan(k or 5), batch_size=3)
+    table = key_overlaps(encoder, tokens, OverlapPlan(k or 5), batch_size=3)
     assert len(table)
     for row in table.to_dict("records"):
         one, two = (row["layer"], row["head"]), (row["other_layer"], row["other_head"])
@@ -68,7 +68,7 @@ def test_indices_are_those_of_a_loop_over_sets(wild_encoder, padded_tokens, kind
 def test_masks_that_ignore_the_input_overlap_as_they_must(wild_encoder):
     """block: all layers alike, and the query before is in the same block but at its start."""
     tokens = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1]])
-    table = mask_overlap(wild_encoder("block"), tokens)
+    table = key_overlaps(wild_encoder("block"), tokens)
     assert (table.loc[table["kind"] == "pair", "jaccard"] == 1).all()
     before = table[table["kind"] == "previous"]
     assert before["jaccard"].tolist() == pytest.approx([9 / 11] * len(before))  # 12 queries, blocks 5, 5, 2
@@ -124,7 +124,7 @@ def test_chance_draws_each_set_from_the_keys_of_its_own_query(reaches):
     for sample in range(3):
         inputs[sample, :sample] = 0
     model, k = Windows(*reaches), 2
-    table = mask_overlap(model, inputs, OverlapPlan(k), batch_size=2)
+    table = key_overlaps(model, inputs, OverlapPlan(k), batch_size=2)
     assert set(table["kind"]) == {"pair", "previous"}
     for row in table.to_dict("records"):
         step = 0 if row["kind"] == "pair" else 1
@@ -141,7 +141,7 @@ def test_chance_draws_each_set_from_the_keys_of_its_own_query(reaches):
 
 
 def test_a_query_that_drops_nothing_does_not_count(wild_encoder):
-    table = mask_overlap(wild_encoder("full"), torch.zeros(1, 4, dtype=torch.int64), OverlapPlan(4))
+    table = key_overlaps(wild_encoder("full"), torch.zeros(1, 4, dtype=torch.int64), OverlapPlan(4))
     assert table.empty
     with pytest.raises(InputError, match="k must be at least 1"):
         OverlapPlan(0)
@@ -173,7 +173,7 @@ def test_samples_that_are_all_alike_have_no_interval(wild_encoder):
     """Nothing varies between them, so nothing is known of other inputs."""
     tokens = torch.tensor([[0, 1, 1, 0, 1, 0]]).repeat(6, 1)
     encoder = wild_encoder("full")
-    measurements = measure(encoder, tokens).replace(overlap=mask_overlap(encoder, tokens, OverlapPlan(K)))
+    measurements = measure(encoder, tokens).replace(overlap=key_overlaps(encoder, tokens, OverlapPlan(K)))
     table = Findings(measurements)(overlap_table)
     assert set(table["samples"]) == {6}
     assert table[["low", "high"]].isna().all(axis=None)
