@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from frozen_figure import draw_row, label_rows
+from forest import draw_row, label_rows
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -51,7 +51,6 @@ def _draw(ax: Axes, own: pd.DataFrame, first: bool) -> None:
         ends = (shown[column].to_numpy(float) for column in ("advantage", "low", "high"))
         draw_row(ax, rows, *ends, *style, name)
     label_rows(ax, levels, first)
-    ax.set_ylim(-0.6, len(levels) - 0.4)
     ax.set_xlabel("advantage over full attention")
 
 

@@ -1,6 +1,6 @@
-"""Draws how twins that differ in one sample part, and how the null twins do.
+"""Draws how much more a replaced sample changes top-5 than full attention, from the study's verdicts.
 
-python experiments/stability_figure.py experiments/stability reports/stability/stability.png
+python experiments/stability_figure.py reports/stability
 """
 
 import argparse
@@ -9,67 +9,54 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import stability
+from forest import draw_row, in_times, label_rows, name_sides, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
+from semdiag.presenting.drawing.style import attention_style, finished, page_width, panel_grid, paper_style
 
-PANELS = {
-    "largest_change": "largest change of a loss, nats",
-    "distance": "‖θ − θ′‖",
-    "train_loss": "training loss, nats",
-}
+MOMENTS = ("equal epoch", "matched loss", "end")
+VERDICTS = {"more stable": ("banded", "D"), "cannot tell": ("full", "o"), "less stable": ("topk", "s")}
+NARROWEST, WIDEST = 0.01, 1100.0  # of the axis
 
 
 @paper_style
-def figure(table: pd.DataFrame) -> Figure:
-    """A row a task, a column a quantity, a line an attention; dashed: the null twins."""
-    drawn, axes = panel_grid(len(PANELS) * len(stability.TASKS), height=2.2, columns=len(PANELS), sharey=False)
-    places = [(task, column) for task in stability.TASKS for column in PANELS]
-    for ax, (task, column) in zip(axes, places, strict=True):
-        for place, attention in enumerate(stability.ATTENTIONS):
-            own = table[(table["task"] == task) & (table["attention"] == attention)]
-            _draw(ax, own, column, f"C{place}", attention)
-        ax.set_yscale("log")
-        ax.set_title(f"{task}: {PANELS[column]}")
-        ax.set_xlabel("epoch")
-    seeds = table["seed"].nunique()
+def figure(verdicts: pd.DataFrame) -> Figure:
+    """A panel per task, a row per moment: the ratio of ε̂ of top-5 to full attention's, with its 95% t-interval."""
+    top = verdicts[verdicts["attention"] == "topk-5"]
+    drawn, axes = panel_grid(len(stability.TASKS), height=1.7, columns=3)
+    for place, (ax, task) in enumerate(zip(axes, stability.TASKS, strict=True)):
+        own = top[top["task"] == task].set_index("moment").loc[list(MOMENTS)]
+        _draw(ax, own)
+        label_rows(ax, list(MOMENTS), first=place == 0 or page_width() < 5, equal=1.0)
+        in_times(ax, [0.01, 1, 100], NARROWEST, WIDEST)
+        name_sides(ax, "more stable", "less stable")
+        less = int((own["verdict"] == "less stable").sum())
+        ax.set_title(f"{task}: less stable in {less} of {len(own)}", pad=20)
     return finished(
         drawn,
-        "Twins on training sets that differ in one of 500 samples (solid), and twins whose initialisation alone "
-        f"was moved by 1e-7 (dashed). Lines: geometric means over {seeds} seeds and their twins; bands: from "
-        "the smallest to the largest seed.",
+        "ε̂ of top-5, the largest change of a loss that one replaced sample makes, as a multiple of full "
+        "attention's. 95% t-intervals over seeds: eight, at matched loss on even-pairs five and on "
+        "missing-duplicate two.",
     )
 
 
-def _draw(ax: Axes, own: pd.DataFrame, column: str, colour: str, label: str) -> None:
-    for member, style in (("base", "-"),) if column == "train_loss" else (("twin", "-"), ("null", "--")):
-        rows = own[own["member"].str.startswith(member)]
-        by_seed = np.log(rows[column].clip(lower=stability.LEAST)).groupby([rows["seed"], rows["epoch"]]).mean()
-        lines = np.exp(by_seed.unstack("seed"))
-        ax.plot(
-            lines.index,
-            np.exp(np.log(lines).mean(axis=1)),
-            style,
-            color=colour,
-            label=label if style == "-" else None,
-            linewidth=1.0,
-        )
-        if style == "-":
-            ax.fill_between(
-                lines.index, lines.min(axis=1), lines.max(axis=1), color=colour, alpha=0.15, linewidth=0
-            )
+def _draw(ax: Axes, own: pd.DataFrame) -> None:
+    places = np.arange(len(own))[::-1]
+    for verdict, (kind, marker) in VERDICTS.items():
+        shown = (own["verdict"] == verdict).to_numpy()
+        ends = (np.exp(own.loc[shown, column].to_numpy(float)) for column in ("ln_ratio", "low", "high"))
+        if shown.any():
+            draw_row(ax, places[shown], *ends, marker, attention_style(kind).color, 0.0, verdict)
 
 
 def main() -> None:
-    """Read the records and write the figure."""
+    """Read the verdicts and write the figure beside them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the records")
-    parser.add_argument("out", type=Path, help="the figure")
-    given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    figure(stability.read(given.folder)).savefig(given.out, dpi=200)
-    print(given.out)
+    parser.add_argument("folder", type=Path, help="of verdicts.csv; the figure is written there")
+    folder = parser.parse_args().folder
+    verdicts = pd.read_csv(folder / "verdicts.csv")
+    print(*save(lambda: figure(verdicts), folder, "stability"), sep="\n")
 
 
 if __name__ == "__main__":

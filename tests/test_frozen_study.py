@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import frozen as study
+import frozen_figure
 import frozen_spread
 import numpy as np
 import pandas as pd
@@ -229,3 +230,12 @@ def test_the_page_says_what_the_tables_say():
         assert said(row, "change") in text
     counts = tables["expectations"]["verdict"].value_counts()
     assert (counts["as expected"], counts["these runs cannot tell"], len(counts)) == (3, 7, 2)
+
+
+def test_the_figure_has_the_ratios_whose_logarithms_the_table_has():
+    advantages = pd.read_csv(EXPERIMENTS.parent / "reports" / "frozen" / "advantages.csv")
+    axes = frozen_figure.figure(advantages).axes
+    for ax, attention in zip(axes, frozen_figure.ATTENTIONS, strict=True):
+        own = advantages[advantages["attention"] == attention]
+        for arm, points in zip(frozen_figure.ARMS, ax.containers, strict=True):
+            assert np.log(points[0].get_xdata()).tolist() == pytest.approx(own[arm].tolist())

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import stability
+import stability_figure
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -105,3 +106,22 @@ def test_what_followed_the_batches_is_never_below_the_distance():
     """By the triangle inequality, step by step; the records are in float32."""
     twins = TABLE[TABLE["member"] != "base"]
     assert (twins["ln_followed"] >= np.log(twins["distance"]) - 1e-4).all()
+
+
+def test_the_forest_plot_has_the_nine_ratios_of_the_verdicts():
+    verdicts = pd.read_csv(ROOT / "reports" / "stability" / "verdicts.csv")
+    axes = stability_figure.figure(verdicts).axes
+    top = verdicts[verdicts["attention"] == "topk-5"].set_index(["task", "moment"])
+    for ax, task in zip(axes, stability.TASKS, strict=True):
+        own = top.loc[task].loc[list(stability_figure.MOMENTS[::-1])]
+        points = sorted((y, x) for each in ax.containers for x, y in zip(*each[0].get_data(), strict=True))
+        assert [x for _, x in points] == pytest.approx(np.exp(own["ln_ratio"]).tolist())
+        bars = [bar for each in ax.containers for bar in each[2][0].get_segments()]
+        ends = [
+            end
+            for _, low, high in sorted((bar[0][1], bar[0][0], bar[1][0]) for bar in bars)
+            for end in (low, high)
+        ]
+        assert ends == pytest.approx(np.exp(own[["low", "high"]]).to_numpy().ravel().tolist())
+        assert ax.get_xlim()[0] < np.exp(own["low"].min())
+        assert ax.get_xlim()[1] > np.exp(own["high"].max())
