@@ -73,13 +73,14 @@ _MAPPED = "first_weight", "entropy", "dispersion"
 
 
 class HeadMap(NamedTuple):
-    """A map of heads in a page: a row for each head number, a column for each layer."""
+    """A map of heads in a page, as that of ``semdiag look``: a row for each layer, a column for each head."""
 
-    title: str  # what colour says
-    low: str  # what the lightest cell stands for
-    high: str  # what the darkest cell stands for
-    layers: list[int]
-    rows: list[tuple[int, list[tuple[int, float | None, str]]]]  # head; by layer the colour's share, and words
+    quantity: str  # what colour says, by its metric
+    title: str  # that in words
+    middle: str  # what a cell of half the colour stands for
+    largest: str  # what the strongest cell stands for
+    heads: list[int]
+    rows: list[tuple[int, list[tuple[int, float | None, str]]]]  # layer; by head the colour's share, and words
 
 
 def head_cells(findings: Findings) -> HeadMap | None:
@@ -89,26 +90,31 @@ def head_cells(findings: Findings) -> HeadMap | None:
     if len(findings.measurements.models) != 1 or quantity is None or not 1 < len(table) <= _MOST_CELLS:
         return None
     metric = METRICS[quantity]
-    top = 1.0 if metric.unit == SHARE else float(table[quantity].max()) or 1.0
-    layers = sorted(int(layer) for layer in table["layer"].unique())
+    largest = 1.0 if metric.unit == SHARE else float(table[quantity].max()) or 1.0
+    heads = sorted(int(head) for head in table["head"].unique())
     modules = findings(modules_by_layer, table["model"].iloc[0])
-    cells = {(row["head"], row["layer"]): row for row in records(table)}
+    cells = {(row["layer"], row["head"]): row for row in records(table)}
     rows = []
-    for head in sorted(int(head) for head in table["head"].unique()):
+    for layer in sorted(int(layer) for layer in table["layer"].unique()):
         line = []
-        for layer in layers:
-            row = cells.get((head, layer), {})
+        for head in heads:
+            row = cells.get((layer, head), {})
             words = f"Layer {layer_name(layer, modules)}, head {head}: {_cell_words(row)}"
-            line.append((layer, _share(row.get(quantity, math.nan), top), words))
-        rows.append((head, line))
+            line.append((head, colour_share(quantity, row.get(quantity, math.nan), largest), words))
+        rows.append((layer, line))
     title = f"{metric.label.capitalize()} of each head"
     if metric.unit == SHARE:
         title = f"Share of each head's {metric.label}"
-    return HeadMap(title, "0", metric.text(top), layers, rows)
+    middle = largest / (4 if quantity == "dispersion" else 2)
+    return HeadMap(quantity, title, metric.text(middle), metric.text(largest), heads, rows)
 
 
-def _share(value: float, top: float) -> float | None:
-    return None if math.isnan(value) else value / top
+def colour_share(quantity: str, value: float, largest: float) -> float | None:
+    """Return how strongly a cell is coloured: δ by its root, so that one outlier does not hide the rest."""
+    if math.isnan(value) or not largest:
+        return None
+    share = max(value, 0.0) / largest
+    return math.sqrt(share) if quantity == "dispersion" else share
 
 
 def _cell_words(row: Mapping[str, Any]) -> str:
@@ -143,7 +149,7 @@ _WRITTEN = 8  # with more layers, numbers in the cells would be illegible
 _TITLES = {
     "dispersion": "dispersion δ: {low} to {high} nats, the most in layer {most}",
     "entropy": "entropy of the weights: {low} to {high} nats, the least in layer {least}",
-    "first_weight": "weight on the first key: at least half in {half:,} of {heads:,} heads",
+    "first_weight": "weight on the first key: {before}at least half in {half:,} of {heads:,} heads",
     "largest_weight": "largest weight of a query: at least half in {half:,} of {heads:,} heads",
     "weight_kept": "weight kept by the {k} largest scores: at least half in {half:,} of {heads:,} heads",
 }
@@ -228,8 +234,26 @@ def _finding(measured: pd.DataFrame, name: str, k: int | None) -> str:
     values = measured[name]
     layers = measured["layer"]
     low, high = (number(end, 2) for end in (values.min(), values.max()))
-    ends = {"low": low, "high": high, "most": layers.iloc[values.argmax()], "least": layers.iloc[values.argmin()]}
+    ends = {
+        "low": low,
+        "high": high,
+        "before": _without_sinks(measured, name),
+        "most": layers.iloc[values.argmax()],
+        "least": layers.iloc[values.argmin()],
+    }
     return _TITLES[name].format(k=k, half=(values >= 0.5).sum(), heads=len(values), **ends)
+
+
+_LITTLE = 0.1  # of a head's weight: no sink
+
+
+def _without_sinks(measured: pd.DataFrame, name: str) -> str:
+    """Return before which layer no head of any model has a tenth of its weight there; empty if there is none."""
+    largest = measured.groupby("layer")[name].max().sort_index()
+    at_least = largest.index[largest >= _LITTLE]
+    if not len(at_least) or at_least[0] == largest.index[0]:
+        return ""
+    return f"below {_LITTLE:.0%} before layer {at_least[0]}, "
 
 
 def _cells(table: pd.DataFrame, name: str, rows: _Rows, layers: list[int]) -> np.ndarray:

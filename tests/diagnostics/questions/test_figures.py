@@ -7,16 +7,18 @@ import re
 import matplotlib
 import matplotlib.pyplot
 import numpy as np
+import pandas as pd
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import Normalize, to_hex
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings, find_pairs
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
-from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
-from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER, save_figure, stacked
-from semdiag.questions import registry
+from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, panels_of
+from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER, panel_grid, save_figure, stacked
+from semdiag.questions import heads, registry
 from semdiag.questions.dispersion.answer import layer_ratios
 from semdiag_files import InputError
 from semdiag_models import ATTENTIONS
@@ -398,6 +400,38 @@ def test_no_text_is_lost_on_a_dark_page(name, make_four, theory, tmp_path):
     assert bool(cells) == (name != "training_curves")
     assert all(colors[said] is None or colors[said][1] == "#ffffff" for said in cells)
     assert ("tspan" in {tag for tag, *_ in texts}) == (name == "training_curves")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_map_of_heads_says_before_which_layer_no_head_looks_at_the_first_key(depth):
+    cells = [(layer, head) for layer in range(3) for head in range(2)]
+    table = pd.DataFrame(cells, columns=["layer", "head"]).assign(first_weight=0.02)
+    table.loc[(table["layer"] == depth) & (table["head"] == 1), "first_weight"] = 0.7
+    said = heads._finding(table, "first_weight", None)
+    assert said.endswith("at least half in 1 of 6 heads")
+    assert re.findall(r"below 10% before layer (\d)", said) == ([str(depth)] if depth else [])
+
+
+def test_a_map_on_a_dark_page_is_dark_and_on_paper_light(tmp_path):
+    figure, (ax,) = panel_grid(1)
+    cells = np.array([[0.0, 1.0], [np.nan, 0.5]])
+    heat_map(ax, cells, Normalize(0, 1), "{:.1f}".format)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    column, row = ax.transData.transform((0.7, 0.3)).astype(int)
+    drawn = np.asarray(canvas.buffer_rgba())[-row, column, :3]
+    assert drawn.tolist() == list(matplotlib.colormaps["Blues"](1.0, bytes=True))[:3]
+    (file,) = save_figure(figure, tmp_path / "map", ["svg"])
+    text = file.read_text(encoding="utf-8")
+    light, dark = (re.findall(rf'<g id="{page}-map-(\S+)"', text) for page in ("light", "dark"))
+    assert light == dark
+    assert len(light) == 2  # the cells, and the colour bar
+    before, inside = text.partition("</style>")[0].split("@media", 1)
+    assert "dark-map" in before
+    assert "light-map" not in before
+    assert re.search(r'"light-map"\]\{display:none\}\[id\^="dark-map"\]\{display:inline\}', inside)
+    cells = dict(re.findall(r'<g id="(deep|pale)-cell-\d+-(\d-\d)"', text)[i][::-1] for i in range(3))
+    assert cells == {"0-0": "pale", "0-1": "deep", "1-1": "pale"}
 
 
 def test_pdf_text_stays_text():

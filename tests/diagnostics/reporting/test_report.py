@@ -16,7 +16,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import PERCENTILES, percentile_rows, percentiles
 from semdiag.questions import registry
-from semdiag.questions.heads import head_table
+from semdiag.questions.heads import head_cells, head_table
 from semdiag.reporting.report import write_report
 from semdiag_files import InputError, from_csv_cell, visible
 
@@ -147,7 +147,8 @@ def test_a_cell_of_the_map_opens_its_head_and_says_its_values(model, tmp_path):
     page, _ = write_report(findings, tmp_path / "r", "x", formats=(), look="<p>a page of one text</p>")
     cells = [a for a in Page(page).all("a") if "title" in a and a["href"].startswith("look.html#")]
     table = findings(head_table)
-    assert [a["href"] for a in cells] == [f"look.html#{r.layer}.{r.head}" for r in table.itertuples()]
+    quantity = findings(head_cells).quantity
+    assert [a["href"] for a in cells] == [f"look.html#{r.layer}.{r.head}.{quantity}" for r in table.itertuples()]
     for cell, row in zip(cells, table.itertuples(), strict=True):
         assert f"layer {row.layer}, head {row.head}: " in cell["title"].lower()
         assert f"dispersion δ {row.dispersion:.3g} nats" in cell["title"]

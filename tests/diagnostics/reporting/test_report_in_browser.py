@@ -7,6 +7,7 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.questions import registry
+from semdiag.questions.heads import head_cells
 from semdiag.reporting.report import write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -157,7 +158,8 @@ def test_the_card_says_values_hides_lines_and_is_walked_by_keys(
     assert found["point"][0].startswith("top-k by head, k = ")
     assert found["off"] == [0, found["kinds"], 0]
     assert found["cell"].startswith("Layer 0, head 0: ")
-    assert found["address"] == "look.html#1.0"  # below it is no head
+    quantity = findings(head_cells).quantity
+    assert found["address"] == f"look.html#1.0.{quantity}"  # right of it is no head
     assert found["stops"] == 1
     assert found["copy"] == 1
     assert found["small"] >= 11.8

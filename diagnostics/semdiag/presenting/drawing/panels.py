@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import LogNorm, Normalize, to_hex
+from matplotlib.backend_bases import RendererBase
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, to_hex
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike, NDArray
 
@@ -19,6 +22,10 @@ from semdiag.measuring.metrics import metric_of
 from semdiag.measuring.words import number
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
+    DARK_MAP,
+    DEEP_CELL,
+    LIGHT_MAP,
+    PALE_CELL,
     AttentionStyle,
     attention_style,
     lightened,
@@ -223,16 +230,56 @@ def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, fl
 _DARK = 0.55  # share of the scale, above which a cell's text is white
 
 
+# Of dark pages, where the lightest cell is the largest.
+_ON_DARK = LinearSegmentedColormap.from_list("blues on dark", ["#1c2530", "#1f5f99", "#6cb4f0", "#e3f2ff"])
+_SCALE_STEPS = np.linspace(1, 0, 256)[:, np.newaxis]  # of a colour bar, from above
+
+
+class _GroupedImage(AxesImage):
+    """An image in a group of its own, which style sheets of an SVG can show or hide by its id."""
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Draw the image inside its group."""
+        renderer.open_group("image", gid=self.get_gid())
+        super().draw(renderer)
+        renderer.close_group("image")
+
+
+def _draw_cells(
+    ax: Axes, cells: np.ndarray, scale: Normalize, name: str, extent: tuple[float, float, float, float]
+) -> AxesImage:
+    """Draw cells for dark pages, and over them for light ones; return these."""
+    for colours, page in ((_ON_DARK, DARK_MAP), (colormaps["Blues"], LIGHT_MAP)):
+        image = _GroupedImage(ax, cmap=colours, norm=scale, interpolation="none", extent=extent, origin="upper")
+        image.set_data(cells)
+        image.set_gid(f"{page}-{name}")
+        ax.add_image(image)
+    return image
+
+
 def heat_map(ax: Axes, cells: np.ndarray, scale: Normalize, text: Callable[[float], str] | None = None) -> None:
     """Draw cells in one hue, hatched where they are not finite, with a colour bar."""
-    image = ax.imshow(cells, cmap="Blues", norm=scale, aspect="auto", interpolation="none")
+    number_of_map = len(ax.figure.axes)
+    rows, columns = cells.shape
+    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    image = _draw_cells(ax, cells, scale, f"{number_of_map}-cells", extent)
+    ax.set(aspect="auto", xlim=extent[:2], ylim=extent[2:])
     ax.patch.set(facecolor="#f2f2f2", edgecolor="#bbbbbb", hatch="////")  # seen where nothing was measured
     ax.grid(visible=False)
     for (row, column), value in np.ndenumerate(cells) if text else ():
         if text and np.isfinite(value):
-            color = "white" if scale(max(value, scale.vmin or 0)) > _DARK else "black"
-            ax.text(column, row, text(value), ha="center", va="center", fontsize=9, color=color)
+            deep = scale(max(value, scale.vmin or 0)) > _DARK
+            kind, color = (DEEP_CELL, "white") if deep else (PALE_CELL, "black")
+            ax.text(
+                column, row, text(value), ha="center", va="center", fontsize=9, color=color,
+                gid=f"{kind}-{number_of_map}-{row}-{column}",
+            )  # fmt: skip
     bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
+    for shades in bar.ax.collections:
+        shades.set_visible(False)
+    _draw_cells(bar.ax, _SCALE_STEPS, Normalize(0, 1), f"{number_of_map}-bar", (0, 1, 0, 1))
+    for each in bar.ax.images:
+        each.set_transform(bar.ax.transAxes)
     bar.ax.tick_params(labelsize=9)
     plain_numbers(bar.ax.yaxis)
 

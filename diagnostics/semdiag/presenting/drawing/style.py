@@ -343,7 +343,8 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
             if name == "svg":  # tick labels are created while drawing, and are in it as comments
                 svg = visible(file.read_text(encoding="utf-8"))
                 svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # of the same widths
-                dark = f"<style>@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style>"
+                light = f'[id^="{DARK_MAP}"]{{display:none}}'
+                dark = f"<style>{light}@media screen and (prefers-color-scheme:dark){{{_RULES}}}</style>"
                 file.write_text(svg.replace("<defs>", f"{dark}<defs>", 1), encoding="utf-8", newline="\n")
     finally:
         figure.set_canvas(canvas)
@@ -351,6 +352,10 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
         figure.set_dpi(dpi)
     return files
 
+
+# How ids of groups begin: maps of light and of dark pages, one over the other, and numbers in their cells.
+LIGHT_MAP, DARK_MAP = "light-map", "dark-map"
+DEEP_CELL, PALE_CELL = "deep-cell", "pale-cell"
 
 # In dark mode these become: the ground, inks, grid and hatches, and the kinds' colours, of which text is legible.
 _DARK = {
@@ -367,6 +372,8 @@ _RULES = (
         if light != ("#ffffff" if tag.startswith("t") else "#000000")  # white text lies on dark cells
     )
     + f'rect[fill="#f2f2f2"]{{fill:{_DARK["#f2f2f2"]}}}'
+    + f'[id^="{LIGHT_MAP}"]{{display:none}}[id^="{DARK_MAP}"]{{display:inline}}'
+    + f'[id^="{DEEP_CELL}"] text{{fill:#17191b!important}}[id^="{PALE_CELL}"] text{{fill:#ffffff!important}}'
 )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
+from semdiag.measuring.metrics import METRICS
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -254,6 +255,32 @@ def test_keys_the_square_and_the_address_choose_too_and_the_map_has_three_measur
             place, _, value = label.partition(f": {name} ")
             assert place == f"layer {layer}, head {head}"
             assert same(value.removesuffix(" nats"), number)
+
+
+_OPEN = """<!DOCTYPE html><meta charset="utf-8">
+<iframe id="page" src="look.html#ADDRESS" style="width:1280px;height:2000px"></iframe><pre id="found"></pre>
+<script>
+document.getElementById("page").onload = (event) => {
+  const frame = event.target.contentWindow, page = event.target.contentDocument;
+  const metric = page.querySelector("#metrics :checked").dataset.metric;
+  const found = { address: frame.location.hash, metric,
+    cell: page.querySelector(".heads [aria-current]").title };
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+</script>"""
+
+
+@pytest.mark.parametrize(
+    ("address", "query", "metric"),
+    [("1.2", 7, "dispersion"), ("1.2.3", 3, "dispersion"), ("1.2.first_weight", 7, "first_weight")],
+)
+def test_an_address_opens_the_last_token_and_colours_as_it_says(in_browser, tmp_path, address, query, metric):
+    """A causal model's first token sees one key."""
+    page = semdiag.look(Given(), torch.arange(8)[None], tmp_path / "look.html", k=2)
+    found = in_browser(page.parent, _OPEN.replace("ADDRESS", address))
+    assert found["address"] == f"#1.2.{query}"
+    assert found["metric"] == metric
+    assert METRICS[metric].symbol in found["cell"] or METRICS[metric].label in found["cell"]
 
 
 def test_hostile_tokens_are_text_and_nothing_is_asked_for(in_browser, tmp_path):

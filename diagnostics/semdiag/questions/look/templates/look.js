@@ -6,7 +6,7 @@ const Numbers = data.bytes === 8 ? Float64Array : Float32Array;
 const NAMES = ["δ", "entropy", "weight on the first key"];
 const UNITS = [" nats", " nats", ""];
 const FEW = 12; // dropped keys that are listed at first
-const state = { layer: 0, head: 0, query: 0, k: data.k, metric: 0, all: false };
+const state = { layer: 0, head: 0, query: null, k: data.k, metric: 0, all: false };
 
 // Numbers: three digits, as in the static table.
 const digits = (x) => x === null || Number.isNaN(x) ? "–" : !Number.isFinite(x) ? (x > 0 ? "∞" : "−∞")
@@ -222,13 +222,22 @@ function matrix(layer, head) {
 function choose(change) {
   Object.assign(state, change);
   const layer = data.layers[state.layer];
+  state.query ??= lastQueryOf(layer, layer.heads[state.head]);
   state.query = Math.min(state.query, queriesOf(layer).length - 1);
   state.k = Math.min(Math.max(Math.round(state.k) || 1, 1), keysOf(layer).length);
   show();
 }
+function lastQueryOf(layer, head) {
+  let query = queriesOf(layer).length - 1;
+  while (query > 0 && !rowOf(layer, head, query).length) query--; // padding behind the text
+  return query;
+}
+// An address is #LAYER.HEAD, #LAYER.HEAD.QUERY, or #LAYER.HEAD.METRIC, which colours the map.
 function fromAddress() {
-  const [layer, head, query] = location.hash.slice(1).split(".").map((part) => /^\d+$/.test(part) ? +part : NaN);
+  const parts = location.hash.slice(1).split("."), [layer, head, query] = parts.map((part) => /^\d+$/.test(part) ? +part : NaN);
   if (!data.layers[layer]?.heads[head]) return false;
+  const radio = [...document.querySelectorAll("#metrics input")].find((one) => one.dataset.metric === parts[2]);
+  if (radio) { radio.checked = true; state.metric = +radio.value; colour(); }
   choose({ layer, head, ...(Number.isNaN(query ?? NaN) ? {} : { query }) });
   return true;
 }
@@ -272,9 +281,6 @@ if (!fromAddress()) {
     const value = (cell) => data.layers[cell.dataset.layer].heads[cell.dataset.head].numbers[0] ?? -1;
     return value(b) > value(a) ? b : a;
   });
-  const layer = +furthest.dataset.layer, head = +furthest.dataset.head, one = data.layers[layer];
-  let query = queriesOf(one).length - 1;
-  while (query > 0 && !rowOf(one, one.heads[head], query).length) query--; // padding behind the text
-  choose({ layer, head, query });
+  choose({ layer: +furthest.dataset.layer, head: +furthest.dataset.head });
 }
 })();
