@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from semdiag.capturing.loading import LoadedModel
+    from semdiag.reporting.gate import Verification
 
 _judged = partial(options.command_option, panel="What is judged")
 
@@ -55,7 +56,6 @@ def _check(
 
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
-    from semdiag.commands.printing import conclusion, print_check
     from semdiag.questions.mask_stability import NoisePlan
     from semdiag.reporting.gate import PROBED, junit_xml, parse_rule, read_baseline, verify
     from semdiag_files import InputError, write_text
@@ -74,16 +74,23 @@ def _check(
     result = verify(findings, rules, earlier, tolerance, every_layer)
     if junit is not None:
         write_text(junit, junit_xml(result))
+    _show(result, request)
+    if result.failures and not exit_zero:
+        raise typer.Exit(1)
+
+
+def _show(result: "Verification", request: Request) -> None:
+    from semdiag.commands.printing import conclusion, print_check
+
+    as_json = request.values["as_json"]
     if not request.values["quiet"]:
-        with beside_json(request.values["as_json"]):
+        with beside_json(as_json):
             say(conclusion(result))
             print_check(result)
-    if request.values["as_json"]:
+    if as_json:
         typer.echo(json.dumps(result.summary(), allow_nan=False))
     for words in result.failures:
         tell(f"semdiag: {words}.")
-    if result.failures and not exit_zero:
-        raise typer.Exit(1)
 
 
 def _check_junit(file: Path) -> None:

@@ -15,8 +15,9 @@ from semdiag.presenting.terminal import beside_json, tell
 from semdiag_files import InputError, RunLock
 
 if TYPE_CHECKING:
+    from semdiag.commands.printing import SweepProgress
     from semdiag_files.workers import Workers
-    from semdiag_models.sweep import AttemptOutcome, SweepRun
+    from semdiag_models.sweep import AttemptOutcome, Order, SweepRun
 
 
 def sweep(
@@ -173,7 +174,7 @@ def _train(
     open_workers: "Callable[[Sequence[Sequence[SweepRun]]], Workers]",
 ) -> list[RunResult]:
     from semdiag.commands.printing import SweepProgress
-    from semdiag_models.sweep import Order, together, train_all
+    from semdiag_models.sweep import Order, together
 
     with ExitStack() as undo:
         if folder.is_dir():
@@ -193,14 +194,7 @@ def _train(
             return rows.listed()
         progress = undo.enter_context(SweepProgress(runs, rows.by_run, folder, sweep_options.quiet))
         try:
-            for event in train_all(orders, workers, sweep_options.retries):
-                if event is None:
-                    progress.tick()
-                    continue
-                run, outcome = event
-                row = rows.update(run, outcome)
-                rows.write()
-                progress.ended(run, row)
+            _train_orders(orders, workers, sweep_options.retries, rows, progress)
         except KeyboardInterrupt:
             rows.update_all(run for run in left if run.name in progress.open)
             done = sum(row.status == "done" for row in rows.listed())
@@ -209,3 +203,19 @@ def _train(
             )
             raise typer.Exit(130) from None
     return rows.listed()
+
+
+def _train_orders(
+    orders: "list[Order]", workers: "Workers", retries: int, rows: _Rows, progress: "SweepProgress"
+) -> None:
+    """Train runs, and write the rows at every end of one."""
+    from semdiag_models.sweep import train_all
+
+    for event in train_all(orders, workers, retries):
+        if event is None:
+            progress.tick()
+            continue
+        run, outcome = event
+        row = rows.update(run, outcome)
+        rows.write()
+        progress.ended(run, row)

@@ -290,25 +290,35 @@ def drift(findings: Findings, baseline: list[Entry], tolerance: float = TOLERANC
     """Return the numbers that changed by more than a relative tolerance, and the models that were compared."""
     now = findings(tracked_numbers)
     matches = _matched(baseline, now)
-    free = [model for m, model in enumerate(now) if m not in matches.values()]
+    unmatched = [model for m, model in enumerate(now) if m not in matches.values()]
+    missing = [_missing(entry, unmatched) for e, entry in enumerate(baseline) if e not in matches]
+    missing.sort(key=lambda gone: bool(gone.among))
+    candidates = {path for gone in missing for path in gone.among}
+    new = tuple(model["model"] for model in unmatched if model["model"] not in candidates)
+    moved = [change for e, m in sorted(matches.items()) for change in _moved(baseline[e], now[m], tolerance)]
+    return [*missing, *moved], Compared(len(now), len(matches), new)
+
+
+def _missing(entry: Entry, unmatched: list[Entry]) -> Drift:
+    """Return that a model of the baseline is missing, or which ones it may be."""
+    among = (m["model"] for m in unmatched if any(_agree(entry, m, names) for names in _IDENTITIES))
+    return Drift(entry["model"], "model", math.nan, math.nan, tuple(among))
+
+
+def _moved(entry: Entry, current: Entry, tolerance: float) -> list[Drift]:
+    """Return the numbers of a model that changed by more than a relative tolerance."""
+    if current["samples"] != entry["samples"]:
+        raise InputError(
+            f"{entry['model']} was measured on {counted(entry['samples'], 'sample')} in the baseline, but "
+            f"now on {current['samples']}. Use --samples {entry['samples']}."
+        )
     moved = []
-    for entry in (entry for e, entry in enumerate(baseline) if e not in matches):
-        among = tuple(m["model"] for m in free if any(_agree(entry, m, names) for names in _IDENTITIES))
-        moved.append(Drift(entry["model"], "model", math.nan, math.nan, among))
-    moved.sort(key=lambda gone: bool(gone.among))
-    new = tuple(m["model"] for m in free if not any(m["model"] in gone.among for gone in moved))
-    for entry, current in ((baseline[e], now[m]) for e, m in sorted(matches.items())):
-        if current["samples"] != entry["samples"]:
-            raise InputError(
-                f"{entry['model']} was measured on {counted(entry['samples'], 'sample')} in the baseline, but "
-                f"now on {current['samples']}. Use --samples {entry['samples']}."
-            )
-        for quantity, was in entry["numbers"].items():
-            value = current["numbers"].get(quantity, math.nan)
-            before = number_from_json(was)
-            if not _same(before, value, tolerance):
-                moved.append(Drift(entry["model"], quantity, before, value))
-    return moved, Compared(len(now), len(matches), new)
+    for quantity, was in entry["numbers"].items():
+        value = current["numbers"].get(quantity, math.nan)
+        before = number_from_json(was)
+        if not _same(before, value, tolerance):
+            moved.append(Drift(entry["model"], quantity, before, value))
+    return moved
 
 
 def _same(was: float, now: float, tolerance: float) -> bool:

@@ -225,19 +225,28 @@ class OwnRows:
 
 def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
     """Return what a selection chooses, from the shape of its scores; empty if its rows are not tokens."""
-    rows = torch.Size(shape[:-1]).numel()
-    flat = len(shape) == 2
-    length = rows // tokens.samples if flat else shape[-2] if len(shape) > 2 else 0
-    is_sequence = length in tokens.lengths if tokens.lengths else length > 1  # a single row is the whole sample
-    if not length or rows % tokens.samples or not is_sequence:
+    length = _sequence_length(shape, tokens)
+    if not length:
         return ""
-    if flat or shape[0] != tokens.samples:
-        return "experts" if flat else ""
+    if len(shape) == 2:
+        return "experts"
+    if shape[0] != tokens.samples:
+        return ""
     of_indexer = "index" in text
     if shape[-1] == length:
         of_router = any(word in text for word in _OF_EXPERTS) and not of_indexer
         return "experts" if of_router and len(shape) == 3 else "keys"
     return "blocks" if of_indexer or len(shape) > 3 else "experts"
+
+
+def _sequence_length(shape: tuple[int, ...], tokens: Tokens) -> int:
+    """Return how many tokens of a sample scores are of; 0 if their rows are not tokens."""
+    rows = torch.Size(shape[:-1]).numel()
+    if len(shape) < 2 or rows % tokens.samples:
+        return 0
+    length = rows // tokens.samples if len(shape) == 2 else shape[-2]
+    is_sequence = length in tokens.lengths if tokens.lengths else length > 1  # a single row is the whole sample
+    return length if is_sequence else 0
 
 
 @dataclass(frozen=True)
@@ -319,18 +328,17 @@ def own_rows(
     k = chosen.indices.shape[-1]
     n = chosen.scores.shape[-1]
     keys = kind == "keys"
-    samples = tokens.samples
-    flat = chosen.scores.ndim == 2
-    shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
+    shape = tuple(chosen.scores.shape[:-1])
+    if len(shape) == 1:  # the tokens of all samples
+        shape = (tokens.samples, shape[0] // tokens.samples)
     real, unmatched = _real(tokens, text, shape[-1])
     rule = rule if kind == "blocks" and causal else None
     allowed = _allowed(shape, n, real, keys, causal) if rule is None else _allowed_blocks(shape, n, real, rule)
     counts = allowed.counts
+    has_limits = keys or rule is not None
     indices = flat_rows(chosen.indices).cpu().long()
-    if keys or rule is not None:  # a top-k must return k: forbidden ones of rows that chose all others are none
-        inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
-        full = inside.sum(1) >= allowed.end - allowed.first
-        indices = indices.masked_fill(full[:, None] & ~inside, -1)
+    if has_limits:
+        indices = _without_surplus(indices, allowed)
     padding = _beyond(_allowed(shape, n, real, keys, causal=False), n)
     if group is not None:
         padding = padding | outside(group, n).cpu()
@@ -339,26 +347,38 @@ def own_rows(
     format_of_scores = number_format(str(chosen.scores.dtype))
     judged = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, format_of_scores)
     margin, certified = margins(order[counts], k, into)
-    sizes = None
     if group is not None:
         of_groups, sure = margins(flat_rows(group.order).cpu()[counts], group.indices.shape[-1], into)
         margin = torch.minimum(margin, of_groups)
         certified = certified & sure
-        sizes = group.scores.shape[-1], group.indices.shape[-1]
-    hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
+    keeps_first = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
     experts = kind == "experts" and not chosen.positions
     by_logits = chosen.order is not chosen.scores
     rows = OwnRows(
-        kind, n, k, sizes if sizes and sizes[1] < sizes[0] else None, by_logits, margin, certified,
+        kind, n, k, _group_sizes(group), by_logits, margin, certified,
         counts=Counter(GRAVITY[grade] for grade in judged[0].tolist()),
         padded=int((~counts).sum()),
         load=torch.bincount(indices[counts].flatten(), minlength=n) if experts else None,
-        first_kept=int(hit.sum()) if keys else 0,
-        causal=causal and (keys or rule is not None),
+        first_kept=int(keeps_first.sum()) if keys else 0,
+        causal=causal and has_limits,
         unmatched=unmatched,
         faulty=_faulty(judged, counts, shape),
     )  # fmt: skip
     return rows, Choices(kind, shape, indices, by_model, counts, allowed.first)
+
+
+def _without_surplus(indices: Tensor, allowed: AllowedKeys) -> Tensor:
+    """Return indices without the forbidden ones of rows that chose all others: a top-k must return k."""
+    inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
+    full = inside.sum(1) >= allowed.end - allowed.first
+    return indices.masked_fill(full[:, None] & ~inside, -1)
+
+
+def _group_sizes(group: Selected | None) -> tuple[int, int] | None:
+    """Return how many groups there are, and how many of them are chosen; None if all are."""
+    if group is None or group.indices.shape[-1] >= group.scores.shape[-1]:
+        return None
+    return group.scores.shape[-1], group.indices.shape[-1]
 
 
 def _beyond(allowed: AllowedKeys, n: int) -> Tensor:

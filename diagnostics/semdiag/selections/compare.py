@@ -173,22 +173,26 @@ def compare_files(
     first: Sequence[SelectionFile], second: Sequence[SelectionFile], format: str, layouts: tuple[str, str]
 ) -> list[ComparedSelections]:
     """Compare the selections of two files, module by module."""
+    _check_modules(first, second)
+    _check_modules(second, first)
     by_module = {each.module: each for each in second}
-    modules = {each.module for each in first}
-    for file, missing in (
-        (second[0].path, [each.module for each in first if each.module not in by_module]),
-        (first[0].path, [each.module for each in second if each.module not in modules]),
-    ):
-        if missing:
-            raise InputError(
-                f"{file} holds no choices of {missing[0] or 'a module without a name'}: compare like with like."
-            )
     compared = [compare_selections(each, by_module[each.module], format, layouts) for each in first]
     at = next((at for at, each in enumerate(compared) if len(each.unexplained)), None)
     if at is not None:
         donors = {each.module: each.scores for each in first if each.scores is not None and each is not first[at]}
         compared[at] = replace(compared[at], located=_located(first[at], by_module[first[at].module], donors))
     return compared
+
+
+def _check_modules(first: Sequence[SelectionFile], second: Sequence[SelectionFile]) -> None:
+    """Refuse selections of modules that a second file does not hold."""
+    modules = {each.module for each in second}
+    missing = [each.module for each in first if each.module not in modules]
+    if missing:
+        raise InputError(
+            f"{second[0].path} holds no choices of {missing[0] or 'a module without a name'}: compare like with "
+            "like."
+        )
 
 
 def _located(reference: SelectionFile, suspect: SelectionFile, donors: dict[str, Tensor]) -> Located | None:

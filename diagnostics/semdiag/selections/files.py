@@ -131,25 +131,29 @@ def _of_module(arrays: dict[str, Tensor], module: str) -> dict[str, Tensor]:
 def _selection(
     path: Path, format: str, limits: bool, module: str, arrays: dict[str, Tensor], ignored: tuple[str, ...]
 ) -> SelectionFile:
-    named: dict[str, list[str]] = {}
-    for name in arrays:
-        named.setdefault(_ROLES[name], []).append(name)
-    bounds = named.pop("bounds", [])
-    for role, names in named.items():
-        if len(names) > 1:
-            raise InputError(f"{path} holds {' and '.join(names)}: which are the {role}? One must be there.")
-    parts = {role: arrays[names[0]] for role, names in named.items()}
+    bounds = {name: array for name, array in arrays.items() if _ROLES[name] == "bounds"}
+    parts = _by_role(path, {name: array for name, array in arrays.items() if name not in bounds})
     first = parts.pop("first", None)
     end = parts.pop("end", None)
     if limits and end is not None and "lengths" not in parts:
         parts["starts"] = torch.zeros_like(end) if first is None else first
         parts["lengths"] = end - parts["starts"]
     if limits and bounds and not {"lengths", "documents"} & set(parts):
-        parts |= _packed(path, parts["indices"], {name: arrays[name] for name in bounds})
+        parts |= _packed(path, parts["indices"], bounds)
     if "scores" in parts:
         parts["scores"] = _numbers(parts["scores"], format)
     stages = {name: parts.pop(name) for name in ARRAYS if name in parts}
     return SelectionFile(path, **parts, ignored=ignored, module=module, stages=stages)
+
+
+def _by_role(path: Path, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    names: dict[str, list[str]] = {}
+    for name in arrays:
+        names.setdefault(_ROLES[name], []).append(name)
+    for role, of_role in names.items():
+        if len(of_role) > 1:
+            raise InputError(f"{path} holds {' and '.join(of_role)}: which are the {role}? One must be there.")
+    return {role: arrays[of_role[0]] for role, of_role in names.items()}
 
 
 def _packed(path: Path, indices: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:

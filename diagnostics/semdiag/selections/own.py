@@ -97,12 +97,16 @@ class Saving:
         ids = [part.ids for part in parts if part.ids is not None]
         if len(ids) == len(parts):
             arrays["tokens"] = torch.cat(ids).numpy()
+        return arrays | self._stages(name)
+
+    def _stages(self, name: str) -> dict[str, NDArray[np.generic]]:
+        """Return what a module's indexer computed; nothing unless all of it is known, and of one form."""
         indexers = [indexer for indexer in self._indexers[name] if indexer is not None]
-        if len(indexers) == len(parts) and len({indexer.form for indexer in indexers}) == 1:
-            sequences = [sequence for indexer in indexers for sequence in indexer.sequences]
-            stages = stage_arrays(sequences, indexers[0].form)
-            arrays |= {role: array.numpy() for role, array in stages.items()}
-        return arrays
+        if len(indexers) < len(self._parts[name]) or len({indexer.form for indexer in indexers}) > 1:
+            return {}
+        sequences = [sequence for indexer in indexers for sequence in indexer.sequences]
+        stages = stage_arrays(sequences, indexers[0].form)
+        return {role: array.numpy() for role, array in stages.items()}
 
 
 def _from_the_first(choices: Choices) -> tuple[Tensor, Tensor]:

@@ -157,11 +157,7 @@ def measure_constants(
     """Measure every constant of Theorem 2 over the evaluated inputs, in float64."""
     device = with_float64(device)
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval().requires_grad_(True)
-    tokens = tokens[:SAMPLES].to(device, torch.int64)
-    valid = runner.valid(tokens)
-    if valid is not None:  # a sample of padding alone has no loss
-        labels = None if labels is None else labels[:SAMPLES][valid.any(-1).cpu()]
-        tokens = tokens[valid.any(-1)]
+    tokens, labels = _samples(runner, tokens[:SAMPLES].to(device, torch.int64), labels)
     broken = not_finite(runner)
     if broken:
         raise NotAvailableError(f"its tensor {broken[0]} holds a NaN or an infinity")
@@ -183,6 +179,15 @@ def measure_constants(
         {"model": model, **row} for row in _parameter_rows(runner, forms, slopes, local, point)
     )
     return constants, parameters
+
+
+def _samples(runner: Encoder, tokens: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the samples with a token, and their labels: one of padding alone has no loss."""
+    valid = runner.valid(tokens)
+    if valid is None:
+        return tokens, labels
+    with_tokens = valid.any(-1)
+    return tokens[with_tokens], None if labels is None else labels[:SAMPLES][with_tokens.cpu()]
 
 
 def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
