@@ -52,7 +52,9 @@ class Watched:
     def __init__(self, model: nn.Module, consume: Consume, mask: Mask | None = None, traces: bool = True) -> None:
         self.traces = traces  # whether operations are traced by modes
         named = [(name.replace("_orig_mod", "").strip("."), module) for name, module in model.named_modules()]
-        self.model, self.consume, self.mask = model, consume, mask
+        self.model = model
+        self.consume = consume
+        self.mask = mask
         self.modules = dict(named)
         self.audit = Audit(modules=[name for name, module in named if isinstance(module, AttentionCore)])
         self.names = {id(module): name for name, module in named}
@@ -64,7 +66,8 @@ class Watched:
         self.find_parameters()
         self.ran: set[str] = set()
         self.numbers: dict[str, int] = {}
-        self.lock, self.closed = threading.RLock(), False
+        self.lock = threading.RLock()
+        self.closed = False
         self.failure: BaseException | None = None
 
     def find_parameters(self, inputs: tuple[object, ...] = ()) -> None:
@@ -91,22 +94,29 @@ class Recorder(threading.local):
     """Attributes attention to modules and passes calls to the consumer; running modules are kept per thread."""
 
     def __init__(self, watched: Watched) -> None:  # runs again in each thread
-        self.audit, self.names, self.constants = watched.audit, watched.names, watched.constants
-        self.parameters, self.trained = watched.parameters, watched.trained
+        self.audit = watched.audit
+        self.names = watched.names
+        self.constants = watched.constants
+        self.parameters = watched.parameters
+        self.trained = watched.trained
         self.generator = torch.Generator().manual_seed(0)
         self.vectorized = False  # whether the torch function that runs is under torch.func.vmap
-        self.foreign, self.in_function = 0, False
+        self.foreign = 0
+        self.in_function = False
         self.without_watch: list[tuple[nn.Module, bool]] = []
-        self.watched, self.masking = watched, watched.mask is not None  # whether the user put a mask on the model
+        self.watched = watched
+        self.masking = watched.mask is not None  # whether the user put a mask on the model
         self.forget()
 
     def forget(self) -> None:
         """Forget what is running in this thread."""
-        self.shared, self.covered = False, 0
+        self.shared = False
+        self.covered = 0
         self.heads: int | None = None
         self.running: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
-        self._calls, self._mask_calls = Counter[str](), Counter[str]()
+        self._calls = Counter[str]()
+        self._mask_calls = Counter[str]()
 
     @property
     def listening(self) -> bool:
@@ -194,7 +204,9 @@ class Recorder(threading.local):
         """Return a function with which another thread takes over the running modules; None if nothing runs."""
         if not self.running or self.watched.closed:
             return None
-        self.shared, running, shapes = True, [*self.running], [*self.shapes]
+        self.shared = True
+        running = [*self.running]
+        shapes = [*self.shapes]
         state = {name: getattr(self, name) for name in ("shared", "covered", "heads", "_calls", "_mask_calls")}
 
         def go_on() -> bool:
@@ -248,7 +260,8 @@ class Recorder(threading.local):
 
     def _placed(self, call: AttentionCall, module: str, calls: Counter[str]) -> AttentionCall:
         """Return a call with its place, and count it; keys of width 0 become zeros of width 1."""
-        layer, occurrence = self.audit.layer(module), calls[module]
+        layer = self.audit.layer(module)
+        occurrence = calls[module]
         calls[module] += 1
         q, k = (x if x.shape[3] else x.new_zeros(()).expand(*x.shape[:3], 1) for x in (call.q, call.k))
         return replace(call, q=q, k=k, module=module, layer=layer, occurrence=occurrence)
@@ -408,7 +421,8 @@ class SharedChange:
     """A change of the process's state that watches share: the first one makes it, the last one undoes it."""
 
     def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
-        self._change, self._lock = change, threading.RLock()
+        self._change = change
+        self._lock = threading.RLock()
         self._holders: set[object] = set()
         self._made: ExitStack | None = None
 
@@ -440,7 +454,8 @@ class SharedChange:
 @contextmanager
 def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     """Replace a function, in the context, by one that gets the original before its arguments."""
-    own, original = name in vars(owner), getattr(owner, name)
+    own = name in vars(owner)
+    original = getattr(owner, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return by(original, *args, **kwargs)
@@ -541,7 +556,8 @@ def _carried(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, _HERE.followed = is_followed(), True
+        before = is_followed()
+        _HERE.followed = True
         try:
             with ExitStack() as stack:
                 for context in entered:

@@ -76,14 +76,17 @@ def _updated(
     if torch.compiler.is_compiling():
         return result
     with contextlib.suppress(Exception):  # custom caches may raise anything
-        keys, layer = result[0], cache.layers[layer_idx]
-        count, length = keys.shape[2], layer.get_seq_length()
+        keys = result[0]
+        layer = cache.layers[layer_idx]
+        count = keys.shape[2]
+        length = layer.get_seq_length()
         if isinstance(length, Tensor) and not layer.is_sliding:
             length = int(length)
         known = isinstance(length, int)
         before, room = (max(0, length - count), max(0, count - length)) if known else (None, 0)
         _RETURNED[keys] = CachedKeys(count, key_states.shape[2], before, room)
-        _LAST.keys, _LAST.layer = keys, layer_idx
+        _LAST.keys = keys
+        _LAST.layer = layer_idx
     return result
 
 
@@ -122,7 +125,9 @@ class InterfaceCall:
     def keys_before(self) -> int | None:
         """Number of tokens before key 0, which a cache with a window has dropped; None if unknown."""
         before = None if self.cached is None else self.cached.before
-        queries, keys, window = self.q.shape[2], self.k.shape[2], self.options.get("sliding_window")
+        queries = self.q.shape[2]
+        keys = self.k.shape[2]
+        window = self.options.get("sliding_window")
         full = isinstance(window, int) and queries < keys and keys >= window + queries - 1
         return before if before is not None or full else 0
 
@@ -155,7 +160,8 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         raise NotFollowedError("its keys are in the pages of a cache")
     before = given.keys_before
     q, k, v = (x.detach().to(output.dtype) for x in (given.q, given.k, given.v))  # as in mixed precision
-    causal, window = given.causal(True), options.get("sliding_window")
+    causal = given.causal(True)
+    window = options.get("sliding_window")
     if window is not None and k.shape[2] <= window:
         window = None
     mask = options.get("attention_mask")
@@ -163,8 +169,10 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         if mask.ndim != 2:
             raise NotFollowedError(f"its mask has {mask.ndim} axes, not 2")
         mask = mask.bool()
-        k, v = k[:, :, : mask.shape[1]], v[:, :, : mask.shape[1]]  # a static cache has unused room
-    q_length, k_length = q.shape[2], k.shape[2]
+        k = k[:, :, : mask.shape[1]]
+        v = v[:, :, : mask.shape[1]]  # a static cache has unused room
+    q_length = q.shape[2]
+    k_length = k.shape[2]
     rule = causal and k_length >= q_length
     if mask is not None:
         simple = q_length == k_length and window is None
@@ -177,9 +185,12 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         one = torch.zeros(len(q), max(q_length, k_length), dtype=torch.long, device=q.device)
         numbers = sequences or (one[:, :q_length], one[:, :k_length])
         queries = numbers[0] >= 0
-        allowed, by_rule = _seen((queries, numbers[1] >= 0), numbers, causal, window), False
+        allowed = _seen((queries, numbers[1] >= 0), numbers, causal, window)
+        by_rule = False
     else:
-        allowed, queries, by_rule = None, None, rule
+        allowed = None
+        queries = None
+        by_rule = rule
     return replace(given, q=q, k=k, v=v).attention(
         output,
         allowed,
@@ -221,7 +232,8 @@ def _numbered(ends: Tensor, length: int) -> Tensor:
 
 def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: bool, window: int | None) -> Tensor:
     """Return which keys each query sees, (B, 1, Lq, Lk) bool."""
-    ranks, counts = [], []
+    ranks = []
+    counts = []
     for there, number in zip(real, numbers, strict=True):
         number = number.clamp(min=0)
         size = len(there), int(max(n.max() for n in numbers)) + 1
@@ -256,14 +268,18 @@ def sdpa_call(
 ) -> tuple[AttentionCall, tuple[int, ...], str | None]:
     """Return a call by torch's names of arguments; the order of its axes before the queries; a remark, or None."""
     q, k, v = (given[name].detach() for name in SDPA[:3])
-    mask, causal, first, mixed = given.get("attn_mask"), bool(given.get("is_causal")), 0, mixed.detach()
+    mask = given.get("attn_mask")
+    causal = bool(given.get("is_causal"))
+    first = 0
+    mixed = mixed.detach()
     biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
     if biases is not None and isinstance(mask, biases.CausalBias):
         causal = True
         first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
         mask = None
     allowed, bias, forbidding, full = (None,) * 4 if mask is None else split_mask(mask)
-    order, remark = tuple(range(mixed.ndim - 2)), None
+    order = tuple(range(mixed.ndim - 2))
+    remark = None
     if given.get("enable_gqa"):
         count = math.lcm(k.shape[-3], v.shape[-3])
         k, v = (x if x.shape[-3] == count else x.repeat_interleave(count // x.shape[-3], -3) for x in (k, v))
@@ -298,7 +314,9 @@ def flex_call(args: Args, kwargs: Kwargs, mixed: Tensor) -> AttentionCall:
     given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     q, k, v = (given[name].detach() for name in _ARGUMENTS[:3])
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
-    blocks, score, buffers = given["block_mask"], given["score_mod"], given.get("score_mod_other_buffers", ())
+    blocks = given["block_mask"]
+    score = given["score_mod"]
+    buffers = given.get("score_mod_other_buffers", ())
     with torch.no_grad(), _disable_current_modes(), torch.autocast(q.device.type, enabled=False):
         shape = (*blocks[2].shape[:2], q.shape[2], k.shape[2])
         allowed = mask_of(blocks[-1], shape, q.device, given.get("mask_mod_other_buffers", ()))

@@ -110,7 +110,8 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
             kept = recorder.masked(full, (query, key, value) if alone else None)
             if isinstance(kept, Tensor):
                 given = replace(given, options=options | _masked(given, kept))
-            args, kwargs = (), given.options
+            args = ()
+            kwargs = given.options
         if isinstance(kept, recording.MaskedOutput):
             output: tuple[Tensor, Tensor | None] = kept.output.transpose(1, 2).contiguous(), None
             kept = None  # who watches the masked model from outside gets a mask: the function is another then
@@ -164,7 +165,8 @@ def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor 
     count = count_true(dropped[sample]).sum((0, 1))
     rows = count.topk(min(_CHECKED, len(count))).indices
     part = replace(full, mixed=output.detach().transpose(1, 2)).part(sample, rows)
-    kept, affected = kept[sample][:, :, rows], dropped[sample][:, :, rows].any(-1)
+    kept = kept[sample][:, :, rows]
+    affected = dropped[sample][:, :, rows].any(-1)
     dtype = torch.promote_types(torch.float32, output.dtype)
     scores = part.scores(dtype).masked_fill(~allowed_mask(part), -torch.inf)
     v = part.v.to(dtype).repeat_interleave(scores.shape[1] // part.v.shape[1], 1)
@@ -188,7 +190,9 @@ def _record(
     recorder: recording.Recorder, given: InterfaceCall, output: Tensor, known: AttentionCall | None = None
 ) -> None:
     """Record a call; ``known`` is the call without its output, if it was described before."""
-    name, implementation, q = given.name, given.implementation, given.q
+    name = given.name
+    implementation = given.implementation
+    q = given.q
     mask: Any = given.options.get("attention_mask")
     flash = "flash" in implementation and not implementation.startswith("paged|")
     if implementation == "flex_attention" and hasattr(mask, "mask_mod") and recording.is_plain(q):
@@ -234,11 +238,15 @@ def _note_place(recorder: recording.Recorder, given: InterfaceCall, call: Attent
 
 
 def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
-    implementation, options = given.implementation, given.options
+    implementation = given.implementation
+    options = given.options
     (mask, _), bias = _mask(given), options.get("position_bias")
-    q_length, k_length = given.q.shape[2], given.k.shape[2]
+    q_length = given.q.shape[2]
+    k_length = given.k.shape[2]
     causal = given.causal(implementation == "sdpa")
-    allowed, forbidding, full = None, None, None
+    allowed = None
+    forbidding = None
+    full = None
     if mask is not None:
         mask = mask[..., :k_length]
         if bias is not None:  # judged as a sum, among the remaining keys
@@ -263,7 +271,8 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
 
 def _first_query(given: InterfaceCall, allowed: Tensor | None) -> int:
     """Return the position of query 0, from the cache's count of tokens or else from the mask."""
-    cached, queries = given.cached, given.q.shape[2]
+    cached = given.cached
+    queries = given.q.shape[2]
     if cached is None:
         return first_query(allowed, queries, given.k.shape[2])
     if cached.before is not None and cached.new == queries:

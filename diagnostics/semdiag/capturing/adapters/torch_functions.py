@@ -31,7 +31,8 @@ class FunctionWatch(TorchFunctionMode):
 
     def __init__(self, recorder: recording.Recorder, below: OperationWatch) -> None:
         super().__init__()
-        self.recorder, self._below = recorder, below
+        self.recorder = recorder
+        self._below = below
         self._provenance = SoftmaxProvenance(below.tags.writes, below.tags.scores)
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -68,14 +69,16 @@ class FunctionWatch(TorchFunctionMode):
             if self.recorder.masking:
                 args, kwargs, masked = self._provenance.masked(self.recorder, args, kwargs)
             offered = self._provenance.history(args[0] if args else kwargs["input"])
-            self._below.softmaxes.offered, self._below.softmaxes.masked = offered, masked
+            self._below.softmaxes.offered = offered
+            self._below.softmaxes.masked = masked
         self._provenance.before(args, kwargs)
         self.recorder.in_function = True
         try:
             result = func(*args, **kwargs)
         finally:
             self.recorder.in_function = False
-            self._below.softmaxes.offered, self._below.softmaxes.masked = None, False
+            self._below.softmaxes.offered = None
+            self._below.softmaxes.masked = False
         if name not in _SOFTMAX:
             with self.recorder.guarded(name):
                 self._provenance.follow(name, args, kwargs, result)

@@ -31,7 +31,8 @@ def run_as_written(
     func: HigherOrderOperator, args: Args, kwargs: Kwargs, ours: type[dispatch.TorchDispatchMode]
 ) -> Callable[[], Any] | None:
     """Return a function that runs an operator's bodies in place: under all modes, with gradients."""
-    name, kernel = func.__name__, func.py_kernels.get(_EXPLICIT)
+    name = func.__name__
+    kernel = func.py_kernels.get(_EXPLICIT)
     stack = dispatch._get_current_dispatch_mode_stack()
     plain = all(is_plain(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     traced = not all(isinstance(mode, ours) for mode in stack) or torch._C._are_functorch_transforms_active()
@@ -51,20 +52,20 @@ def run_as_written(
         return None
 
     def run() -> Any:
-        given, named = under_modes((args, kwargs), stack)
+        wrapped_args, wrapped_kwargs = under_modes((args, kwargs), stack)
         with dispatch._disable_current_modes():
-            return kernel(*given, **named)
+            return kernel(*wrapped_args, **wrapped_kwargs)
 
     return run
 
 
 def register_mode(operator: HigherOrderOperator, mode: type[dispatch.TorchDispatchMode]) -> None:
     """Make a higher-order operator dispatch to a mode, for torch before 2.9, which does not ask the mode."""
-    asked = hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")
-    if not asked and mode not in operator.python_key_table:
+    mode_decides = hasattr(dispatch.TorchDispatchMode, "supports_higher_order_operators")
+    if not mode_decides and mode not in operator.python_key_table:
 
-        def rule(own: dispatch.TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
-            return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
+        def rule(active: dispatch.TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+            return active.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
 
         operator.py_impl(mode)(rule)
 
@@ -141,17 +142,18 @@ def python_kernel(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, str] | No
     device = _plain_device(tree_leaves((args, kwargs)))
     if device is None:
         return None
-    name, keys = func.name(), (key_of(device), "CompositeExplicitAutograd")
+    name = func.name()
+    keys = (key_of(device), "CompositeExplicitAutograd")
     key = next((k for k in keys if torch._C._dispatch_has_kernel_for_dispatch_key(name, k)), "")
-    known = f"{name.replace('::', '/', 1)}/{key}" in torch.library._impls
-    return (getattr(torch._C.DispatchKey, key), device) if known else None
+    is_python = f"{name.replace('::', '/', 1)}/{key}" in torch.library._impls
+    return (getattr(torch._C.DispatchKey, key), device) if is_python else None
 
 
 def may_attend(
-    plan: "Plan", module: str, given: Iterable[Tensor], out: Iterable[Tensor], fixed: Callable[[Tensor], bool]
+    plan: "Plan", module: str, inputs: Iterable[Tensor], out: Iterable[Tensor], fixed: Callable[[Tensor], bool]
 ) -> bool:
     """Return whether an operator of which only inputs and outputs are seen may be attention."""
-    moving = [t for t in given if is_plain(t) and t.is_floating_point() and not fixed(t)]
+    moving = [t for t in inputs if is_plain(t) and t.is_floating_point() and not fixed(t)]
     made = [t for t in out if is_plain(t) and t.is_floating_point()]
     if not moving or not made:
         return False
@@ -159,11 +161,17 @@ def may_attend(
         return True
     if len(moving) < 3:
         return plan.named and len(moving) == 1
-    q, k, v = (tuple(t.shape) for t in moving[:3])
-    axes = 3 if plan.named or _ATTENTION.search(module.rpartition(".")[2]) else 4
-    if not (len(q) == len(k) == len(v) >= axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
+    least_axes = 3 if plan.named or _ATTENTION.search(module.rpartition(".")[2]) else 4
+    return _shaped_as_attention(moving, made, least_axes)
+
+
+def _shaped_as_attention(inputs: Sequence[Tensor], outputs: Sequence[Tensor], least_axes: int) -> bool:
+    """Return whether the first inputs have shapes of queries, keys and values, and an output its shape."""
+    q, k, v = (tuple(t.shape) for t in inputs[:3])
+    if not (len(q) == len(k) == len(v) >= least_axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
         return False
-    shapes, mixed = [tuple(t.shape) for t in made], (*q[:-1], v[-1])
+    shapes = [tuple(t.shape) for t in outputs]
+    mixed = (*q[:-1], v[-1])
     return mixed in shapes and shapes.count(k) == (k == mixed)
 
 
@@ -200,29 +208,47 @@ def plan_of(func: Any) -> Plan:
     full = func.__name__.partition(".")[0] if schema is None else schema.name
     namespace, _, name = full.rpartition("::")
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    fused = name.startswith(_FUSED) or name in _OPAQUE
-    kind = "fused" if fused else _KINDS.get(name, "other")
-    kind = "higher order" if isinstance(func, HigherOrderOperator) and not fused else kind
+    kind = _kind_of(func, name)
     named = False
-    if kind == "other" and schema is not None:  # the schema of an unknown operator of torch's may fit attention
-        read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
-        names = {argument.name for argument in schema.arguments}
-        named = any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
-        named = named and not is_foreign(namespace)
-        suspect = (
-            named or (len(read) >= 3 and torch.Tag.pointwise not in func.tags) or _ATTENTION.search(schema.name)
-        )
-        kind = "foreign" if is_foreign(namespace) else "suspect" if suspect else kind
+    if kind == "other" and schema is not None:
+        named = not is_foreign(namespace) and _names_attention(schema)
+        if is_foreign(namespace):
+            kind = "foreign"
+        elif named or _may_fit(func):
+            kind = "suspect"
     composite = schema is not None and has_kernel(func, COMPOSITE.name)
     return Plan(name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full, named)
+
+
+def _kind_of(func: Any, name: str) -> str:
+    """Return an operation's kind by its name."""
+    if name.startswith(_FUSED) or name in _OPAQUE:
+        return "fused"
+    if isinstance(func, HigherOrderOperator):
+        return "higher order"
+    return _KINDS.get(name, "other")
+
+
+def _names_attention(schema: Any) -> bool:
+    """Return whether a schema names queries, keys and values."""
+    names = {argument.name for argument in schema.arguments}
+    return any(three <= names for three in _NAMED) or ("qkv" in names and len(schema.returns) == 1)
+
+
+def _may_fit(func: Any) -> bool:
+    """Return whether an unknown operator of torch's may be attention: by name, or as it reads three tensors."""
+    schema = func._schema
+    read = [a for a in schema.arguments if "Tensor" in str(a.type) and not a.is_out]
+    three = len(read) >= 3 and torch.Tag.pointwise not in func.tags
+    return three or _ATTENTION.search(schema.name) is not None
 
 
 def _plain_device(values: Iterable[object]) -> str | None:
     """Return the device of the first tensor; None if there is none, or any is not plain."""
     with torch._C.DisableTorchFunction():  # a function mode would see every property access
-        given = [x for x in values if isinstance(x, Tensor)]
-        plain = given and all(is_plain(t) and t.layout == torch.strided for t in given)
-        return given[0].device.type if plain else None
+        operands = [x for x in values if isinstance(x, Tensor)]
+        plain = operands and all(is_plain(t) and t.layout == torch.strided for t in operands)
+        return operands[0].device.type if plain else None
 
 
 def key_of(device: str) -> str:
@@ -274,11 +300,13 @@ class OperationWatch(dispatch.TorchDispatchMode):
         plan = plan_of(func.function)
         if plan.runs_others and (run := self._runner(func, plan, args, kwargs)) is not None:
             return run()
-        before, recorder.in_function = recorder.in_function, True  # the operator is also a Python function
+        before = recorder.in_function
+        recorder.in_function = True  # the operator is also a Python function
         try:
             if plan.writes:
-                given, changed = tensors((*args, *kwargs.values())), tensors(written(plan, args, kwargs))
-                self._guarded(plan, self.softmaxes.before_write, plan.name, args, [*changed], [*given])
+                inputs = tensors((*args, *kwargs.values()))
+                changed = tensors(written(plan, args, kwargs))
+                self._guarded(plan, self.softmaxes.before_write, plan.name, args, [*changed], [*inputs])
             result = func(*args, **kwargs)
             call = self._guarded(plan, self._look, plan, args, kwargs, result)
         finally:
@@ -309,12 +337,13 @@ class OperationWatch(dispatch.TorchDispatchMode):
         kernel = python_kernel(func, args, kwargs) if plan.kind == "foreign" else None
         if plan.kind != "higher order" and kernel is None:
             return None
-        audit, recorder = self.recorder.audit, self.recorder
+        audit = self.recorder.audit
+        recorder = self.recorder
 
         def run() -> Any:  # if no attention is seen in it, look at it as a whole
-            seen = audit.captured.total() + audit.skipped.total()
+            noted_before = audit.captured.total() + audit.skipped.total()
             result = once(*args, **kwargs) if kernel is None else self._run_kernel(once, *kernel, args, kwargs)
-            if audit.captured.total() + audit.skipped.total() == seen:
+            if audit.captured.total() + audit.skipped.total() == noted_before:
                 if kernel is not None:
                     self._guarded(plan, self._look, plan, args, kwargs, result)
                 elif recorder.listening and self._guarded(plan, self._may_hide, func, (args, kwargs)):
@@ -325,11 +354,14 @@ class OperationWatch(dispatch.TorchDispatchMode):
 
     def _may_hide(self, func: HigherOrderOperator, arguments: Any) -> bool:
         """Return whether a higher-order operator whose bodies were not seen may compute attention."""
-        leaves, recorder = tree_leaves(arguments), self.recorder
+        leaves = tree_leaves(arguments)
+        recorder = self.recorder
         kinds = {plan_of(x).kind for x in leaves if isinstance(x, OpOverload)}
-        known = bool(kinds) and kinds.isdisjoint(("fused", "softmax", "foreign"))
+        harmless = bool(kinds) and kinds.isdisjoint(("fused", "softmax", "foreign"))
         floats = (x for x in leaves if isinstance(x, Tensor) and is_plain(x) and x.is_floating_point())
-        return not (known or func.__name__ in _HARMLESS or recorder.foreign or all(map(self.tags.fixed, floats)))
+        return not (
+            harmless or func.__name__ in _HARMLESS or recorder.foreign or all(map(self.tags.fixed, floats))
+        )
 
     def _run_kernel(self, once: Once, key: Any, device: str, args: Args, kwargs: Kwargs) -> Any:
         """Run a composite or a Python kernel under this mode, so that we see the operations it calls."""
@@ -359,56 +391,63 @@ class OperationWatch(dispatch.TorchDispatchMode):
 
     def _look(self, plan: Plan, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
         """Handle an operation that has run, by its kind; return the attention that it completes, if any."""
-        recorder, tags, name = self.recorder, self.tags, plan.name
-        if recorder.covered or recorder.foreign:
+        if self.recorder.covered or self.recorder.foreign or self._is_empty(plan, result):
             return None
-        if isinstance(result, Tensor) and not result.is_nested and not result.numel():
-            if plan.kind == "softmax" and result.ndim > 2:
-                recorder.skip("softmax", NOTHING)
+        inputs = [*tensors((*args, *kwargs.values()) if kwargs else args)]
+        if any(t.layout not in _STORED for t in (inputs if result is None else (*inputs, *tensors((result,))))):
+            self._skip_without_storage(plan.name, inputs)
             return None
-        given = [*tensors((*args, *kwargs.values()) if kwargs else args)]
-        if any(t.layout not in _STORED for t in (given if result is None else (*given, *tensors((result,))))):
-            self._skip_without_storage(name, given)
-            return None
-        if name in SUMS or self.merged.follows:
-            self.merged.observe(name, plan.kind == "product", args, given, result)
-        if name == "mul" and len(given) == 2 and "one key" in tags.marks:
-            call = self._products.observe_entrywise(given, result)
+        if plan.name in SUMS or self.merged.follows:
+            self.merged.observe(plan.name, plan.kind == "product", args, inputs, result)
+        if plan.name == "mul" and len(inputs) == 2 and "one key" in self.tags.marks:
+            call = self._products.observe_entrywise(inputs, result)
             if call is not None:
                 self.merged.mark_output(result)
                 return call
-        if recorder.running and all(map(tags.constant, given)):  # what a caller makes beside it is its input
+        # What a caller makes beside the running model is its input.
+        if self.recorder.running and all(map(self.tags.constant, inputs)):
             for out in float_outputs(result):
-                tags.mark(out, "constant")
-        return self._observe(plan, args, kwargs, given, result)
+                self.tags.mark(out, "constant")
+        return self._observe(plan, args, kwargs, inputs, result)
+
+    def _is_empty(self, plan: Plan, result: Any) -> bool:
+        """Return whether a result has no entries; note a softmax's."""
+        if not isinstance(result, Tensor) or result.is_nested or result.numel():
+            return False
+        if plan.kind == "softmax" and result.ndim > 2:
+            self.recorder.skip("softmax", NOTHING)
+        return True
 
     def _observe(
-        self, plan: Plan, args: Args, kwargs: Kwargs, given: list[Tensor], result: Any
+        self, plan: Plan, args: Args, kwargs: Kwargs, inputs: list[Tensor], result: Any
     ) -> AttentionCall | None:
         """Handle an operation by its kind: the softmax, and the products before and behind it."""
-        name, kind, call = plan.name, plan.kind, None
-        if kind == "product":
-            call = self._products.observe(name, args, kwargs, result)
+        if plan.kind == "product":
+            call = self._products.observe(plan.name, args, kwargs, result)
             if call is not None:
                 self.merged.mark_output(result)
-        elif kind == "fused":
-            call = self._fused(name, args, kwargs, result)
-        elif kind == "softmax":
+            return call
+        if plan.kind == "fused":
+            return self._fused(plan.name, args, kwargs, result)
+        if plan.kind == "softmax":
             axis = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-            self.softmaxes.observe(name, given[0], axis, result, bool(plan.writes))
-        elif kind == "noise":  # it may be dropout written out
-            self.tags.tag_noise(
-                result, float(args[1]) if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5
-            )
+            self.softmaxes.observe(plan.name, inputs[0], axis, result, bool(plan.writes))
+        elif plan.kind == "noise":  # it may be dropout written out
+            has_rate = len(args) > 1 and not isinstance(args[1], Tensor)
+            self.tags.tag_noise(result, float(args[1]) if has_rate else 0.5)
         else:
-            if kind == "exponential" and result.ndim > 1 and result.is_floating_point():
-                self.softmaxes.observe_exponential(name, args, result, bool(plan.writes))
-            elif kind in ("foreign", "suspect") and self.recorder.running:
-                made = tensors((result, *written(plan, args, kwargs)))
-                if may_attend(plan, self.recorder.module, given, made, self.tags.fixed):
-                    self.recorder.skip(plan.full, MAY_BE_ATTENTION if kind == "foreign" else MAY_BE_KERNEL)
-            propagate(self.tags, name, args, given, result)
-        return call
+            if plan.kind == "exponential" and result.ndim > 1 and result.is_floating_point():
+                self.softmaxes.observe_exponential(plan.name, args, result, bool(plan.writes))
+            elif plan.kind in ("foreign", "suspect") and self.recorder.running:
+                self._note_unknown(plan, args, kwargs, inputs, result)
+            propagate(self.tags, plan.name, args, inputs, result)
+        return None
+
+    def _note_unknown(self, plan: Plan, args: Args, kwargs: Kwargs, inputs: list[Tensor], result: Any) -> None:
+        """Note an operator that cannot be inspected, if it may be attention."""
+        made = tensors((result, *written(plan, args, kwargs)))
+        if may_attend(plan, self.recorder.module, inputs, made, self.tags.fixed):
+            self.recorder.skip(plan.full, MAY_BE_ATTENTION if plan.kind == "foreign" else MAY_BE_KERNEL)
 
     def _fused(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
         """Capture fused attention that was not seen in Python: in a scripted or compiled graph, or in C++."""
@@ -423,9 +462,9 @@ class OperationWatch(dispatch.TorchDispatchMode):
             self.merged.mark_output(*result[:2])
         return call
 
-    def _skip_without_storage(self, name: str, given: Sequence[Tensor]) -> None:
+    def _skip_without_storage(self, name: str, inputs: Sequence[Tensor]) -> None:
         """Note attention in sparse or oneDNN tensors, whose entries cannot be traced."""
         if name in _SPARSE or name in SOFTMAXES:
             self.recorder.skip("softmax", "of a sparse or oneDNN tensor: only dense ones are followed")
-        elif any(w is not None or (s is not None and not any(s.fixed)) for s, w in map(self.tags.of, given)):
+        elif any(w is not None or (s is not None and not any(s.fixed)) for s, w in map(self.tags.of, inputs)):
             self.recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")

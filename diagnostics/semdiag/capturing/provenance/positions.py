@@ -22,9 +22,10 @@ def over_positions(extents: Iterable[Extent]) -> bool | None:
     return False if False in evidence else None
 
 
-def part_of(side: Side, size: int, step: int) -> Extent:
+def extent_of(side: Side, size: int, step: int) -> Extent:
     """Return the extent of ``size`` entries of an axis, ``step`` apart; 0: entries that were selected."""
-    covered, below = [], 1
+    covered = []
+    below = 1
     for extent in reversed(side):
         above = below * extent.size
         if step == 0 or (below < step * size and step < above):

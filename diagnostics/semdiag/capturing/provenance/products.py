@@ -11,13 +11,14 @@ from torch import Tensor
 from semdiag.capturing.adapters.fused import NotFollowedError
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, four_axes
 from semdiag.capturing.provenance.positions import Extent, Side, over_positions, projected, sums_positions
-from semdiag.capturing.provenance.score_history import lowest, scores_alone
+from semdiag.capturing.provenance.score_history import ScoreHistory, lowest, scores_alone
 from semdiag.capturing.provenance.softmaxes import MECHANISM, Softmaxes, find_axis
 from semdiag.capturing.provenance.tags import (
     Axes,
     Axis,
     AxisPiece,
     Scores,
+    Softmax,
     Tags,
     Weights,
     broadcast,
@@ -43,26 +44,26 @@ class Products:
     """Tags products that make scores, and finds those that complete attention."""
 
     def __init__(self, recorder: Recorder, tags: Tags, softmaxes: Softmaxes) -> None:
-        self._recorder, self._tags, self._softmaxes = recorder, tags, softmaxes
+        self._recorder = recorder
+        self._tags = tags
+        self._softmaxes = softmaxes
 
     def observe(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> AttentionCall | None:
         """Observe a matrix product that has run."""
         a, b = (*args, *kwargs.values())[1:3] if name in _ADDED else args[:2]
         if not (is_plain(a) and is_plain(b)):
             return None
-        (scores_a, of_a), (scores_b, of_b) = self._tags.of(a), self._tags.of(b)
+        scores_a, of_a = self._tags.of(a)
+        scores_b, of_b = self._tags.of(b)
         may_score = b.ndim > 1 and name != "addbmm"
-        suspects = [t is not None and t.softmax.suspect for t in (of_a, of_b)]
-        if any(suspects):  # beside real weights, another exponential is no candidate
-            of_a, of_b = (t if suspect else None for t, suspect in zip((of_a, of_b), suspects, strict=True))
+        if _suspect(of_a) or _suspect(of_b):  # beside real weights, another exponential is no candidate
+            of_a = _suspect(of_a)
+            of_b = _suspect(of_b)
         elif may_score:
             self._scored(a, b, scores_a, scores_b, result)
             self._note_no_softmax(name, a, b, scores_a, scores_b, result)
         if of_a is not None and of_b is not None:
-            for tag in (of_a, of_b):
-                if of_a.softmax.suspect and of_b.softmax.suspect:
-                    tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
-            self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
+            self._weights_met(of_a, of_b, result)
         elif of_a is not None:
             return self._weighted(of_a, a, b, result, left=True, added=name in _ADDED)
         elif of_b is not None:
@@ -71,15 +72,22 @@ class Products:
             self._tags.tag_fixed(result)
         return None
 
-    def observe_entrywise(self, given: list[Tensor], result: Tensor) -> AttentionCall | None:
+    def _weights_met(self, of_a: Weights, of_b: Weights, result: Tensor) -> None:
+        """Handle a product of two tensors of weights."""
+        if of_a.softmax.suspect and of_b.softmax.suspect:
+            for tag in (of_a, of_b):
+                tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
+        self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
+
+    def observe_entrywise(self, factors: list[Tensor], result: Tensor) -> AttentionCall | None:
         """Observe an entrywise product: einsum makes one where weights of a single key meet values."""
-        for source, other in (given, given[::-1]):
+        for source, values in (factors, factors[::-1]):
             tag = self._tags.weights(source)
-            if tag is None or tag.axes is None or not (tag.softmax.one_key and is_plain(other)):
+            if tag is None or tag.axes is None or not (tag.softmax.one_key and is_plain(values)):
                 continue
-            if self._tags.fixed(other) or not other.is_floating_point():
+            if self._tags.fixed(values) or not values.is_floating_point():
                 continue
-            product = _one_key_product(tag.axes, source, other, result)
+            product = _one_key_product(tag.axes, source, values, result)
             if product is not None:
                 axes, w, v, mixed = product
                 return self._weighted(tag._replace(axes=axes), w, v, mixed, left=True, added=False)
@@ -108,8 +116,8 @@ class Products:
     def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
         """Tag the result as scores, or as scores whose heads are mixed; no factor comes from a softmax."""
         fixed = self._is_weight(a), self._is_weight(b)
-        for scores, other_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
-            if scores is not None and other_fixed and not any(scores.fixed):
+        for scores, factor_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
+            if scores is not None and factor_fixed and not any(scores.fixed):
                 axes = _remaining(scores.axes, result, scores is of_a)
                 if scores.whole_in(axes):
                     self._tags.tag_scores(result, scores._replace(axes=axes))
@@ -118,7 +126,8 @@ class Products:
             self._tags.tag_fixed(result)
             return
         constant = self._tags.constant(a), self._tags.constant(b)
-        number, sizes = self._tags.number(), (result.shape[-2], result.shape[-1])
+        number = self._tags.number()
+        sizes = (result.shape[-2], result.shape[-1])
         axes = own_axes(result.shape if result.ndim == 3 else (1, *result.shape), number)[-result.ndim :]
         rows, left = _extents(a, of_a)
         right, columns = _extents(b, of_b)
@@ -131,54 +140,51 @@ class Products:
         self._tags.tag_scores(result, Scores(number, sizes, fixed, any(constant), axes, sides, summed))
 
     def _weighted(
-        self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
+        self, tag: Weights, weights: Tensor, factor: Tensor, result: Tensor, *, left: bool, added: bool
     ) -> AttentionCall | None:
-        softmax, axes, axis = tag.softmax, tag.axes, tag.softmax.axis
+        """Handle a product of weights and another factor; return the attention that it completes."""
+        softmax = tag.softmax
+        axes = tag.axes
         if softmax.done:
             return None
-        constant = self._tags.fixed(other)
+        constant = self._tags.fixed(factor)
         if axes is None:
             if not constant and softmax.suspect:
                 softmax.refuse("its weights were moved or changed by operations that are not followed")
             return None
         summed = merged(axes[-1] if left or weights.ndim == 1 else axes[-2])
-        if axis is None and len(summed) == 1 and summed[0].origin == softmax.number:
-            axis = summed[0].axis
-            if not softmax.of_a_product:
-                return None  # an exponential that is no softmax
-        of_keys = any(p.origin == softmax.number and p.axis == axis for p in summed)
-        if axis is None or not (of_keys or softmax.scores.shape[axis] == 1):
-            if constant:
-                moved = _remaining(axes, result, left)
-                self._tags.tag_weights(result, tag._replace(axes=moved, exact=False))
-            elif softmax.suspect:
-                softmax.refuse("its softmax does not run over the axis that is summed with values")
+        if softmax.axis is None and not softmax.of_a_product and _is_one_axis(softmax, summed):
+            return None  # an exponential that is no softmax
+        axis = _summed_keys(softmax, summed)
+        if axis is None:
+            self._not_over_keys(tag, axes, result, left, constant)
             return None
         if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # a number is a statistic
             return None
-        # Each row of many meets values of its own, as a gate's weights meet the outputs of experts.
-        rows = weights.shape[-2 if left else -1] if weights.ndim > 1 else 1
-        gated = rows == 1 and softmax.scores.ndim > 1 and softmax.scores.shape[-2] > 1 and softmax.keys_fixed(axis)
-        if gated and not constant and not _sampled(self._tags, [other]):
+        if not constant and _is_gate(softmax, axis, weights, left) and not _sampled(self._tags, [factor]):
             return None
-        size = softmax.scores.shape[axis]
-        all_keys, but_one = AxisPiece(softmax.number, axis, size, 1), AxisPiece(softmax.number, axis, size - 1, 0)
-        whole = size == 1 or summed in ((all_keys,), (but_one,))  # all but one: that one may be a sink
-        reason = _reason(tag, axis, whole=whole, constant=constant, added=added, numbers=not result.ndim)
+        reason = _reason(tag, axis, summed, constant=constant, added=added, numbers=not result.ndim)
         if self._recorder.vectorized:  # below Python, vmap's axis may be anywhere
             reason = TRANSFORMED
         if reason is not None:
             softmax.refuse(reason)
             return None
-        return self._attention(tag, axis, weights, other, result, left)
+        return self._attention(tag, axis, weights, factor, result, left)
+
+    def _not_over_keys(self, tag: Weights, axes: Axes, result: Tensor, left: bool, constant: bool) -> None:
+        """Handle a product that sums weights over another axis than their keys'."""
+        if constant:
+            self._tags.tag_weights(result, tag._replace(axes=_remaining(axes, result, left), exact=False))
+        elif tag.softmax.suspect:
+            tag.softmax.refuse("its softmax does not run over the axis that is summed with values")
 
     def _attention(
-        self, tag: Weights, axis: int, weights: Tensor, other: Tensor, result: Tensor, left: bool
+        self, tag: Weights, axis: int, weights: Tensor, values: Tensor, result: Tensor, left: bool
     ) -> AttentionCall | None:
         """Return the attention of weights that met values; None if it cannot be described."""
         try:
             with outside_all_modes(result.device.type):
-                call, remark = self._described(tag, axis, weights.detach(), other.detach(), result.detach(), left)
+                call, remark = self._described(tag, axis, weights.detach(), values.detach(), result.detach(), left)
         except NotFollowedError as error:
             tag.softmax.refuse(str(error))
             return None
@@ -191,23 +197,23 @@ class Products:
         self, tag: Weights, key: int, weights: Tensor, v: Tensor, mixed: Tensor, left: bool
     ) -> tuple[AttentionCall, str | None]:
         """Return the attention of a softmax over ``key``, and a remark or None; ``left``: the weights are."""
-        softmax, scores, axes = tag.softmax, tag.softmax.scores_over(key), tag.axes or ()
+        softmax = tag.softmax
+        scores = softmax.scores_over(key)
+        axes = tag.axes or ()
         batch = axes[0] if weights.ndim == 3 else ()  # which both factors share
         rows = () if weights.ndim == 1 else axes[-2 if left else -1]  # queries, and heads that share their values
-        if v.ndim == 1:
-            v, mixed = v[:, None], mixed[:, None]
-        elif not left:
-            v, mixed, weights = v.mT, mixed.mT, weights.mT
         pieces = (*batch, *rows)
-        if any(p.origin != softmax.number or p.step == 0 or p.axis == key for p in pieces):
-            raise NotFollowedError("its weights were spread over other axes before they met values")
-        for axis, size in enumerate(scores.shape):
-            if axis != key and math.prod(p.size for p in pieces if p.axis == axis) != size:
-                raise NotFollowedError("only some of its rows met values in one product")
-        history = None
-        if softmax.history is not None and softmax.history[1]():
-            history = softmax.history[0]  # still valid
-        q, product = None if history is None else history.q, None if softmax.tag is None else softmax.tag.axes
+        _check_rows(softmax, scores.shape, key, pieces)
+        if v.ndim == 1:
+            v = v[:, None]
+            mixed = mixed[:, None]
+        elif not left:
+            v = v.mT
+            mixed = mixed.mT
+            weights = weights.mT
+        history = softmax.valid_history()
+        q = None if history is None else history.q
+        product = None if softmax.tag is None else softmax.tag.axes
         roles, remark = read_axes(scores.shape, key, {p.axis for p in rows}, self._recorder.shapes, q, product)
         if any(p.axis == roles.query for p in batch):
             raise NotFollowedError("its queries are spread over two axes of one product")
@@ -223,13 +229,57 @@ class Products:
                 return _with_sink(weights, s, v, mixed, heads, tag.dropout), remark
             if not _are_of(weights, s, tag.dropout):
                 raise NotFollowedError("its weights were changed between the softmax and the values")
-        usual = history is not None and order == [*range(key)] and roles.query is not None
-        history = history.split(s) if history is not None and usual else None
-        if history is None or not history.agrees(s, self._recorder.generator):
-            history = scores_alone(s, v.shape[:-1])
-        elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
-            v = v[:, :, :1]
+        usual = order == [*range(key)] and roles.query is not None
+        history, v = self._history_and_values(history if usual else None, s, v)
         return history.call(v, mixed, heads, s), remark
+
+    def _history_and_values(
+        self, history: ScoreHistory | None, s: Tensor, v: Tensor
+    ) -> tuple[ScoreHistory, Tensor]:
+        """Return the history of scores, or the scores alone if they are others; values of one head only once."""
+        if history is not None:
+            history = history.split(s)
+        if history is None or not history.agrees(s, self._recorder.generator):
+            return scores_alone(s, v.shape[:-1]), v
+        if len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
+            v = v[:, :, :1]
+        return history, v
+
+
+def _suspect(tag: Weights | None) -> Weights | None:
+    """Return a tag of weights that are attention if they meet values; else None."""
+    return tag if tag is not None and tag.softmax.suspect else None
+
+
+def _is_one_axis(softmax: Softmax, summed: Axis) -> bool:
+    """Return whether a product sums over one axis of a softmax alone."""
+    return len(summed) == 1 and summed[0].origin == softmax.number
+
+
+def _summed_keys(softmax: Softmax, summed: Axis) -> int | None:
+    """Return the axis of a softmax's keys, if a product sums over it or it has length 1; else None."""
+    axis = softmax.axis
+    if axis is None and _is_one_axis(softmax, summed):
+        axis = summed[0].axis
+    if axis is None or softmax.scores.shape[axis] == 1:
+        return axis
+    return axis if any(p.origin == softmax.number and p.axis == axis for p in summed) else None
+
+
+def _is_gate(softmax: Softmax, axis: int, weights: Tensor, left: bool) -> bool:
+    """Return whether each row of many meets values of its own, as a gate's weights meet the outputs of experts."""
+    rows = weights.shape[-2 if left else -1] if weights.ndim > 1 else 1
+    many = softmax.scores.ndim > 1 and softmax.scores.shape[-2] > 1
+    return rows == 1 and many and bool(softmax.keys_fixed(axis))
+
+
+def _check_rows(softmax: Softmax, shape: torch.Size, key: int, pieces: Axis) -> None:
+    """Check that all rows of a softmax met values, and in one product."""
+    if any(p.origin != softmax.number or p.step == 0 or p.axis == key for p in pieces):
+        raise NotFollowedError("its weights were spread over other axes before they met values")
+    for axis, size in enumerate(shape):
+        if axis != key and math.prod(p.size for p in pieces if p.axis == axis) != size:
+            raise NotFollowedError("only some of its rows met values in one product")
 
 
 def _extents(factor: Tensor, tag: Scores | None) -> tuple[Side, Side]:
@@ -249,13 +299,14 @@ def _rows_in(x: Tensor, pieces: Sequence[AxisPiece], order: Sequence[int], shape
 def _values_in(v: Tensor, batch: Axis, rows: Axis, lead: Sequence[int], query: int | None) -> Tensor:
     """Reorder (N, K, D) to (*lead, K, D); ``lead`` lists the softmax's axes of samples and heads."""
     shared = tuple(p for p in rows if p.axis != query)
-    kept, (length, width) = (*batch, *shared), v.shape[-2:]
-    by = _sorted(kept, (*lead,) if query is None else (*lead, query))
+    remaining = (*batch, *shared)
+    length, width = v.shape[-2:]
+    by = _sorted(remaining, (*lead,) if query is None else (*lead, query))
     v = v.reshape(*[p.size for p in batch], *[1 for _ in shared], length, width)
-    v = v.permute(*by, len(kept), len(kept) + 1)
+    v = v.permute(*by, len(remaining), len(remaining) + 1)
     if math.prod(p.size for p in rows) > 1 and {p.axis for p in batch} & {p.axis for p in rows}:
-        v = v.expand(*[kept[i].size for i in by], length, width)
-    sizes = [math.prod(v.shape[j] for j, i in enumerate(by) if kept[i].axis == axis) for axis in lead]
+        v = v.expand(*[remaining[i].size for i in by], length, width)
+    sizes = [math.prod(v.shape[j] for j, i in enumerate(by) if remaining[i].axis == axis) for axis in lead]
     return v.reshape(*sizes, length, width)
 
 
@@ -271,14 +322,15 @@ def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None
     logs = s.to(dtype).log_softmax(-1)[..., keys]
     expected = logs.exp()
     there = (s > lowest(s.dtype)).any(-1, keepdim=True) & expected.isfinite()
-    given = weights.to(dtype) * (1 - dropout)
-    there = there & (given != 0) if dropout else there
+    probabilities = weights.to(dtype) * (1 - dropout)
+    if dropout:
+        there = there & (probabilities != 0)
     eps = max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
     undivided = s.to(dtype).logsumexp(-1, keepdim=True).abs()
     undivided = undivided.where(undivided <= 16 * eps, 0.0)
     relative = (eps * (4 + logs.abs()) + undivided).clamp(max=_OFF)
     allowed = relative * expected + 8 * min(eps, torch.finfo(torch.float32).eps)
-    return bool(there.any()) and bool((((given - expected).abs() <= allowed) | ~there).all())
+    return bool(there.any()) and bool((((probabilities - expected).abs() <= allowed) | ~there).all())
 
 
 def _with_sink(
@@ -291,12 +343,15 @@ def _with_sink(
         raise NotFollowedError("its values meet only a part of its weights")
     history = scores_alone(s, v.shape[:-1])
     s = s.to(torch.promote_types(s.dtype, torch.float32))
-    sink, bias, allowed = s[..., rest], s[..., keys], history.allowed
+    sink = s[..., rest]
+    bias = s[..., keys]
+    allowed = history.allowed
     if not bool((sink.isfinite() & (bias.amax(-1, keepdim=True) - sink < _REACH)).all()):
         raise NotFollowedError("the column that meets no value is masked in some rows")
     by_head = four_axes(sink, heads)[:1, :, :1]
     if not bool((four_axes(sink, heads) == by_head).all()):  # rows were shifted: shift each to a sink of 0
-        bias, by_head = bias - sink, torch.zeros_like(by_head)
+        bias = bias - sink
+        by_head = torch.zeros_like(by_head)
     if allowed is not None:
         allowed = allowed[..., keys]
         bias = bias.masked_fill(~allowed, 0)
@@ -305,11 +360,11 @@ def _with_sink(
 
 
 def _one_key_product(
-    axes: Axes, source: Tensor, other: Tensor, result: Tensor
+    axes: Axes, source: Tensor, values: Tensor, result: Tensor
 ) -> tuple[Axes, Tensor, Tensor, Tensor] | None:
     """Return an entrywise product as a matrix product, where one axis of length 1 of the weights met values."""
     axes = ((),) * (result.ndim - source.ndim) + axes
-    w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, other))
+    w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, values))
     wide = [d for d in range(result.ndim) if w.shape[d] == 1 < v.shape[d]]
     if len(wide) != 1:
         return None
@@ -323,16 +378,21 @@ def _one_key_product(
         return pieces, w.reshape(n, m, 1), v.reshape(n, 1, -1), mixed.reshape(n, m, -1)
 
 
-def _reason(tag: Weights, axis: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
-    fixed = tag.softmax.keys_fixed(axis)
+def _reason(tag: Weights, axis: int, summed: Axis, *, constant: bool, added: bool, numbers: bool) -> str | None:
+    """Return why weights that met values over an axis are not captured; None if they are."""
+    softmax = tag.softmax
+    fixed = softmax.keys_fixed(axis)
+    size = softmax.scores.shape[axis]
+    all_keys = AxisPiece(softmax.number, axis, size, 1)
+    but_one = AxisPiece(softmax.number, axis, size - 1, 0)  # that one may be a sink
+    whole_axis = size == 1 or summed in ((all_keys,), (but_one,))
     reasons = {
         "its weights were summed or averaged over rows or heads before they met values": tag.added_up,
-        OUTSIDE: tag.softmax.outside,
-        "its values meet only a part of its weights": not whole,
+        OUTSIDE: softmax.outside,
+        "its values meet only a part of its weights": not whole_axis,
         "its scores are not followed to a product of queries and keys": fixed is None,
         "its keys are parameters (a codebook, a router, learned keys), not made of the input": fixed,
-        "it has one key, and its values cannot be told from other factors of its weights": constant
-        and tag.softmax.scores.shape[axis] == 1,
+        "it has one key, and its values cannot be told from other factors of its weights": constant and size == 1,
         "its values are parameters, not made of the input": constant,
         "something is added to its values in the same operation": added,
         "its values are single numbers, and only one row is computed": numbers,
@@ -360,47 +420,54 @@ class _Step(NamedTuple):
     tags: Tags
     name: str
     args: Args
-    given: list[Tensor]
+    inputs: list[Tensor]
     source: Tensor
     out: Tensor
 
     @property
-    def others(self) -> list[Tensor]:
-        return [t for t in self.given if t is not self.source]
+    def operands(self) -> list[Tensor]:
+        """The inputs beside the source."""
+        return [t for t in self.inputs if t is not self.source]
 
 
-def propagate(tags: Tags, name: str, args: Args, given: list[Tensor], result: Any) -> None:
+def propagate(tags: Tags, name: str, args: Args, inputs: list[Tensor], result: Any) -> None:
     """Propagate tags from an operation's inputs to its outputs."""
-    outputs = float_outputs(result) if given else []
+    outputs = float_outputs(result) if inputs else []
     if name in _SHAPED:
-        given = [t for t in given if tags.fixed(t)]  # only the shape of their input matters
-    if not given:
+        inputs = [t for t in inputs if tags.fixed(t)]  # only the shape of their input matters
+    if not inputs:
         return
-    if name in _SAMPLED or (name in _MOVED and _sampled(tags, given)):
-        for out in outputs:
+    tagged = [(t, *tag) for t in inputs if any(tag := tags.of(t))]
+    sampled = name in _SAMPLED or (name in _MOVED and _sampled(tags, inputs))
+    fixed = not tagged and bool(outputs) and all(map(tags.fixed, inputs))
+    for out in outputs:
+        if sampled:
             tags.mark(out, "sampled")
-    tagged = [(t, *tag) for t in given if any(tag := tags.of(t))]
-    if not tagged and outputs and all(map(tags.fixed, given)):
-        for out in outputs:
+        if fixed:
             tags.tag_fixed(out)
     for source, scores, weights in tagged:
         for out in outputs:
-            if tags.own(out) and tags.fixed(out):  # a step of training
+            if tags.in_model(out) and tags.fixed(out):  # a step of training
                 continue
-            step = _Step(tags, name, args, given, source, out)
-            if scores is not None:  # while both sides of the product are in the tensor
-                axes, _ = _axes_after(step, scores.axes)
-                if axes is not None and (axes is scores.axes or scores.whole_in(axes)):
-                    tags.tag_scores(out, _accumulated(step, scores)._replace(axes=axes), derived=True)
+            step = _Step(tags, name, args, inputs, source, out)
+            if scores is not None:
+                _propagate_scores(step, scores)
             if weights is not None:
                 _propagate_weights(step, weights)
+
+
+def _propagate_scores(step: _Step, scores: Scores) -> None:
+    """Propagate a product's tag, while both sides of the product are in the tensor."""
+    axes, _ = _axes_after(step, scores.axes)
+    if axes is not None and (axes is scores.axes or scores.whole_in(axes)):
+        step.tags.tag_scores(step.out, _accumulated(step, scores)._replace(axes=axes), derived=True)
 
 
 def _accumulated(step: _Step, scores: Scores) -> Scores:
     """Return the tag of outer products after an operation: a sum of several is one over positions."""
     if scores.summed != (1, None) or step.name not in _ACCUMULATING:
         return scores
-    if step.name.startswith("cum") or not all(map(step.tags.constant, step.others)):
+    if step.name.startswith("cum") or not all(map(step.tags.constant, step.operands)):
         return scores._replace(summed=Extent(1, True))
     return scores
 
@@ -410,78 +477,122 @@ def float_outputs(result: Any) -> list[Tensor]:
     return [t for t in tensors((result,)) if t.is_floating_point() and is_plain(t)]
 
 
-def _sampled(tags: Tags, given: list[Tensor]) -> bool:
-    return "sampled" in tags.marks and any(tags.marked(t, "sampled") is not None for t in given)
+def _sampled(tags: Tags, inputs: list[Tensor]) -> bool:
+    return "sampled" in tags.marks and any(tags.marked(t, "sampled") is not None for t in inputs)
 
 
 def _propagate_weights(step: _Step, tag: Weights) -> None:
     """Propagate a softmax's tag, or note why it ends here."""
-    softmax, tags, name, source, out = tag.softmax, step.tags, step.name, step.source, step.out
-    if name in ("sum", "mean") and tag.axes is not None:
+    softmax = tag.softmax
+    if step.name in ("sum", "mean") and tag.axes is not None:
         _summed(step, tag, tag.axes)
         return
-    # It is attention if it meets values: its keys or scores depend on the input.
-    of_inputs = softmax.suspect and not softmax.keys_fixed(softmax.axis) and not tags.fixed(softmax.scores)
-    if name == "convolution" and source is step.args[1] and not tags.fixed(step.args[0]) and of_inputs:
+    if _is_kernel(step, softmax):
         softmax.refuse("its weights are the kernel of a convolution")
         return
-    axes, exact = None, False
+    axes = None
+    exact = False
     if tag.axes is not None:
         axes, exact = _axes_after(step, tag.axes)
-    elif not (name in _TIMES and source.shape == out.shape and of_inputs) and any(
-        t.shape == out.shape and t.is_floating_point() for t in step.others
-    ):
-        return  # added to a stream with other content
+    elif _joins_a_stream(step, softmax):
+        return
     if axes is not None and not softmax.keys_in(axes):
-        if out.numel() * max(2, softmax.scores.shape[softmax.axis or 0]) <= source.numel():
+        if step.out.numel() * max(2, softmax.scores.shape[softmax.axis or 0]) <= step.source.numel():
             return  # one weight of each row was selected
         axes = None
-    if axes is not None and name in ("div", "div_", *_TIMES):
-        find_axis(softmax, axes, out)
-    before = tags.weights(out)
+    if axes is not None and step.name in ("div", "div_", *_TIMES):
+        find_axis(softmax, axes, step.out)
+    before = step.tags.weights(step.out)
     if before is None or before.softmax is softmax or (softmax.suspect and not before.softmax.suspect):
-        tags.tag_weights(out, _after(step, tag._replace(axes=axes), exact))
+        step.tags.tag_weights(step.out, _after(step, tag._replace(axes=axes), exact))
+
+
+def _depends_on_input(step: _Step, softmax: Softmax) -> bool:
+    """Return whether a softmax is attention if it meets values: its keys or scores depend on the input."""
+    return softmax.suspect and not softmax.keys_fixed(softmax.axis) and not step.tags.fixed(softmax.scores)
+
+
+def _is_kernel(step: _Step, softmax: Softmax) -> bool:
+    """Return whether weights are the kernel of a convolution of something that depends on the input."""
+    if step.name != "convolution" or step.source is not step.args[1] or step.tags.fixed(step.args[0]):
+        return False
+    return _depends_on_input(step, softmax)
+
+
+def _joins_a_stream(step: _Step, softmax: Softmax) -> bool:
+    """Return whether weights at unknown places are added to a stream with other content."""
+    if step.name in _TIMES and step.source.shape == step.out.shape and _depends_on_input(step, softmax):
+        return False
+    return any(t.shape == step.out.shape and t.is_floating_point() for t in step.operands)
 
 
 def _after(step: _Step, tag: Weights, exact: bool) -> Weights:
     """Return the tag of weights after an operation; ``exact`` says whether it leaves the entries unchanged."""
-    tags, name, others = step.tags, step.name, step.others
-    sampled = tag.sampled or (name in _TIMES and _sampled(tags, others))
-    noise = (kept for t in others if (kept := tags.marked(t, "noise")) is not None) if name in _TIMES else iter(())
-    kept = 1 - float(step.args[1]) if name == "native_dropout" else next(noise, None)  # dropout may be written out
-    if kept is not None:
-        return tag._replace(dropout=1 - (1 - tag.dropout) * kept, sampled=sampled)
-    if name == "exp" and tag.logarithm and tag.exact:
+    operands = step.operands
+    is_product = step.name in _TIMES
+    sampled = tag.sampled or (is_product and _sampled(step.tags, operands))
+    keep_probability = _keep_probability(step)
+    if keep_probability is not None:
+        return tag._replace(dropout=1 - (1 - tag.dropout) * keep_probability, sampled=sampled)
+    if step.name == "exp" and tag.logarithm and tag.exact:
         return tag._replace(logarithm=False, sampled=sampled)
     copied = any(p.origin == -1 for pieces in tag.axes or () for p in pieces)
-    spread = tag.spread or (copied and not all(map(tags.fixed, others)))
+    spread = tag.spread or (copied and not all(map(step.tags.fixed, operands)))
     return tag._replace(exact=exact and tag.exact, spread=spread, sampled=sampled)
+
+
+def _keep_probability(step: _Step) -> float | None:
+    """Return the probability with which dropout keeps an entry, also where it is written out; None without."""
+    if step.name == "native_dropout":
+        return 1 - float(step.args[1])
+    if step.name not in _TIMES:
+        return None
+    noise = (step.tags.marked(t, "noise") for t in step.operands)
+    return next((probability for probability in noise if probability is not None), None)
 
 
 def _summed(step: _Step, tag: Weights, axes: Axes) -> None:
     """Handle a sum over weights, or over weights times values: over the keys or over other axes."""
-    softmax, source, out = tag.softmax, step.source, step.out
-    given = step.args[1] if len(step.args) > 1 and isinstance(step.args[1], list | tuple) else ()
-    dims = {d % source.ndim for d in given or range(source.ndim)} if source.ndim else set()
-    over = [p for d in dims for p in axes[d] if p[:2] == (softmax.number, softmax.axis)]
-    if over:
-        fixed = softmax.keys_fixed(over[0].axis)
-        if tag.added_up and not softmax.of_a_product:
-            return  # may be a router's statistic
-        if tag.sampled and fixed:
-            softmax.refuse(_DEFORMABLE)
-        if tag.spread and not fixed and not softmax.done:
-            softmax.refuse("its values are multiplied and summed entry by entry, not in a matrix product")
+    softmax = tag.softmax
+    dims = _summed_dims(step)
+    over_keys = [p for d in dims for p in axes[d] if p[:2] == (softmax.number, softmax.axis)]
+    if over_keys:
+        _refuse_sum(tag, bool(softmax.keys_fixed(over_keys[0].axis)))
     elif softmax.axis is not None and softmax.keys_in(axes) and not softmax.keys_fixed(softmax.axis):
-        kept = out.ndim == source.ndim
-        left = tuple(() if d in dims else pieces for d, pieces in enumerate(axes) if kept or d not in dims)
-        added_up = tag.added_up or any(source.shape[d] > 1 for d in dims)
-        step.tags.tag_weights(out, tag._replace(axes=left, exact=False, added_up=added_up))
+        keeps_axes = step.out.ndim == step.source.ndim
+        remaining = tuple(
+            () if d in dims else pieces for d, pieces in enumerate(axes) if keeps_axes or d not in dims
+        )
+        added_up = tag.added_up or any(step.source.shape[d] > 1 for d in dims)
+        step.tags.tag_weights(step.out, tag._replace(axes=remaining, exact=False, added_up=added_up))
+
+
+def _summed_dims(step: _Step) -> set[int]:
+    """Return the axes that a sum or a mean runs over."""
+    ndim = step.source.ndim
+    if not ndim:
+        return set()
+    dims = step.args[1] if len(step.args) > 1 and isinstance(step.args[1], list | tuple) else ()
+    return {d % ndim for d in dims or range(ndim)}
+
+
+def _refuse_sum(tag: Weights, fixed: bool) -> None:
+    """Refuse weights that a sum over their keys ends; ``fixed``: their keys are parameters."""
+    softmax = tag.softmax
+    if tag.added_up and not softmax.of_a_product:
+        return  # may be a router's statistic
+    if tag.sampled and fixed:
+        softmax.refuse(_DEFORMABLE)
+    if tag.spread and not fixed and not softmax.done:
+        softmax.refuse("its values are multiplied and summed entry by entry, not in a matrix product")
 
 
 def _axes_after(step: _Step, axes: Axes) -> tuple[Axes | None, bool]:
     """Return the axes after an operation, and whether the entries are unchanged."""
-    name, args, source, out = step.name, step.args, step.source, step.out
+    name = step.name
+    args = step.args
+    source = step.source
+    out = step.out
     if name in _REGROUPING:
         result = regrouped(axes, out.shape)
         return result, result is not None

@@ -14,7 +14,8 @@ from semdiag.mathematics.planes import unraveled
 
 FORBIDDING = -9_999.0  # a term this far below the largest of its row can forbid a key
 ROOM = 1_000.0  # margin for scores or a bias on top of such a constant
-_ROWS, _KEYS = 16, 4  # random rows, and keys of all rows, at which a history is compared with the softmax's input
+_ROWS = 16  # random rows at which a history is compared with the softmax's input
+_KEYS = 4  # random keys at which it is compared in all rows
 _AT_ONCE = 2**20  # scores looked at together
 
 
@@ -46,7 +47,8 @@ def split_scores(
     terms: Tensor, enough: float = FORBIDDING + ROOM, least: float | None = None
 ) -> tuple[Tensor | None, Tensor, float | None]:
     """Split a softmax's input, with scores on top of such a constant, into allowed keys and bias."""
-    forbidden, constant = terms <= (lowest(terms.dtype) if least is None else least), None
+    forbidden = terms <= (lowest(terms.dtype) if least is None else least)
+    constant = None
     best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
     below = (terms - best).masked_fill(forbidden, 0)
     if bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
@@ -141,7 +143,8 @@ class ScoreHistory:
 
     def viewed(self, result: Tensor) -> "ScoreHistory":
         """Change the dtype, or the shape of the axes before the last two."""
-        ends, new = (self.q.shape[-2], self.k.shape[-2]), result.shape[:-2]
+        ends = (self.q.shape[-2], self.k.shape[-2])
+        new = result.shape[:-2]
         if result.shape[-2:] != ends or math.prod(new) != math.prod(self.lead):
             raise UntraceableError
         if new == self.lead:
@@ -204,7 +207,8 @@ class ScoreHistory:
         """Return whether rows are the expected scores up to rounding; not finite ones are the model's."""
         scores, allowed = expected
         eps = max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, given)))
-        given, hidden = given.to(scores.dtype), ~allowed
+        given = given.to(scores.dtype)
+        hidden = ~allowed
         off = scores - given
         most, least = (off.masked_fill(hidden, end) for end in (-torch.inf, torch.inf))
         spread = most.amax(-1) - least.amin(-1)
@@ -227,7 +231,8 @@ class ScoreHistory:
         some = self.allowed.any(-1, keepdim=True).expand(*self.allowed.shape[:-2], scores.shape[-2], 1)
         step = max(1, _AT_ONCE // (scores.numel() // scores.shape[-2]))
         for rows in (slice(n, n + step) for n in range(0, scores.shape[-2], step)):
-            there, part = allowed[..., rows, :], scores[..., rows, :]
+            there = allowed[..., rows, :]
+            part = scores[..., rows, :]
             limit = torch.zeros(there.shape, dtype=scores.dtype, device=scores.device)
             limit.masked_fill_(there, -torch.inf)  # added, it takes half the time of filling in the scores
             low = (part.amax(-1, keepdim=True) - 9_000).where(some[..., rows, :], FORBIDDING + ROOM)
@@ -237,7 +242,8 @@ class ScoreHistory:
 
     def split(self, scores: Tensor) -> "ScoreHistory":
         """Separate terms that forbid keys from the bias, among the keys that the softmax's input leaves."""
-        allowed, terms = self.allowed, self.bias
+        allowed = self.allowed
+        terms = self.bias
         if self.floor is not None:
             allowed = scores > self.floor if allowed is None else (scores > self.floor) & allowed
         forbidding = None
@@ -252,13 +258,18 @@ class ScoreHistory:
     def call(self, v: Tensor, mixed: Tensor, heads: int | None, scores: Tensor | None = None) -> AttentionCall:
         """Return the attention; its fully masked rows are read from the softmax's input, if that is given."""
         history, full = (self, None) if scores is None else self._with_full_rows(scores)
-        lead, allowed, bias = history.lead, history.allowed, history.bias
+        lead = history.lead
+        allowed = history.allowed
+        bias = history.bias
         q = history.q.expand(*lead, *history.q.shape[-2:])
         k, v = (_shared(x, lead) for x in (history.k, v))
         if k.shape[:-2] != v.shape[:-2]:
             k, v = (x.expand(*lead, *x.shape[-2:]) for x in (k, v))
         if len(lead) == 3 and k.shape[2] == 1 < lead[2]:  # (B, Hk, G, L, D) against (B, Hk, 1, L, D)
-            q, mixed, k, v = q.flatten(1, 2), mixed.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
+            q = q.flatten(1, 2)
+            mixed = mixed.flatten(1, 2)
+            k = k.flatten(1, 2)
+            v = v.flatten(1, 2)
             masks = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (allowed, bias, full))
             allowed, bias, full = (None if x is None else x.flatten(1, 2) for x in masks)
         scale = self.scale if self.softcap is None else self.scale * self.softcap
@@ -269,7 +280,8 @@ class ScoreHistory:
 
     def _with_full_rows(self, scores: Tensor) -> tuple["ScoreHistory", Tensor | None]:
         """Return the history with fully masked rows and rows at one low constant; and their keys or None."""
-        allowed, top = self.allowed, scores.amax(-1, keepdim=True)
+        allowed = self.allowed
+        top = scores.amax(-1, keepdim=True)
         enough = FORBIDDING + ROOM
         low = (top <= enough) & top.isfinite()
         if not bool(low.any()):
@@ -290,7 +302,8 @@ def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:
     """Return a history for scores of unknown origin: all scores go into the bias."""
     allowed, bias, forbidding = split_scores(scores)
     zero = scores.new_zeros(())
-    q, k = zero.expand(*scores.shape[:-1], 1), zero.expand(*keys, 1)
+    q = zero.expand(*scores.shape[:-1], 1)
+    k = zero.expand(*keys, 1)
     return ScoreHistory(q, k, scores.shape[:-2], bias=bias, allowed=allowed, forbidding=forbidding)
 
 

@@ -47,7 +47,8 @@ class Softmaxes:
     """Softmaxes of one forward pass whose outcome is still unknown."""
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
-        self._recorder, self._tags = recorder, tags
+        self._recorder = recorder
+        self._tags = tags
         self._open: list[Softmax] = []
         self._saved: dict[int, Tensor] = {}  # inputs that a softmax is about to overwrite
         self.offered: History | None = None
@@ -59,9 +60,11 @@ class Softmaxes:
         if not (isinstance(result, Tensor) and is_plain(scores)) or scores.layout != torch.strided:
             self._recorder.skip("softmax", f"of a {type(scores).__name__}: only plain tensors are captured")
             return
-        history, self.offered = self.offered, None
+        history = self.offered
+        self.offered = None
         softmax = self._start(scores, axis % max(1, scores.ndim), history, overwritten)
-        softmax.masked, self.masked = self.masked, False
+        softmax.masked = self.masked
+        self.masked = False
         axes = own_axes(result.shape, softmax.number)
         if softmax.one_key:
             self._tags.marks.add("one key")
@@ -69,7 +72,8 @@ class Softmaxes:
 
     def observe_exponential(self, name: str, args: Sequence[object], out: Tensor, overwritten: bool) -> None:
         """Start to trace an exponential, which may be a softmax whose sum divides later, or is 1 already."""
-        source, unit = _exponent(name, args), _unit(name, args, out.dtype)
+        source = _exponent(name, args)
+        unit = _unit(name, args, out.dtype)
         if not is_plain(source) or not unit or source.shape != out.shape:
             return
         weights = self._tags.weights(source)
@@ -85,7 +89,8 @@ class Softmaxes:
         tag: Scores | None = self._tags.scores(scores)
         if overwritten:
             scores = self._saved.pop(address(scores), scores)
-        number, recorder = self._tags.number(), self._recorder
+        number = self._tags.number()
+        recorder = self._recorder
         place = recorder.heads, recorder.module, not recorder.running
         self._open.append(Softmax(number, scores.detach(), axis, tag, history, *place))
         return self._open[-1]
@@ -100,7 +105,8 @@ class Softmaxes:
             storage = address(tensor)
             constant = all(map(self._tags.constant, given))
             # It may only update parameters: from others, or as a step of an optimiser between passes.
-            idle, trained = not self._recorder.running, self._recorder.trained
+            idle = not self._recorder.running
+            trained = self._recorder.trained
             step = is_plain(tensor) and idle and tensor.untyped_storage().data_ptr() in trained
             fixed = step or (is_plain(tensor) and all(map(self._tags.fixed, given)))
             known = self._tags.written(tensor, noise, fixed, constant)
@@ -173,11 +179,13 @@ def product_factors(name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tens
     """Return q (…, Lq, D) and k (…, Lk, D) of a product, its factor, and a term added to it or None."""
     if name == "einsum":
         return _einsum(args)
-    alpha, added = 1.0, None
+    alpha = 1.0
+    added = None
     named = [kwargs[key] for key in ("input", "batch1", "other", "mat2", "batch2", "tensor2") if key in kwargs]
     factors = [*args, *named]
     if name == "baddbmm":
-        alpha, beta = float(kwargs.get("alpha", 1)), kwargs.get("beta", 1)
+        alpha = float(kwargs.get("alpha", 1))
+        beta = kwargs.get("beta", 1)
         term = factors.pop(0)
         added = None if beta == 0 else term * beta
     factors = factors[:2]
@@ -201,7 +209,9 @@ def _einsum(args: Args) -> tuple[Tensor, Tensor, float, None] | None:
     summed = (set(first) & set(second)) - set(out)
     if "." in left or len(out) < 2 or len(set(out)) < len(out) or len(summed) != 1:
         return None
-    batch, i, j = out[:-2], out[-2], out[-1]
+    batch = out[:-2]
+    i = out[-2]
+    j = out[-1]
     sides = (first, [*batch, i, *summed]), (second, [*batch, j, *summed])
     if any(sorted(letters) != sorted(axes) for letters, axes in sides):  # one operand is summed over a letter
         return None
@@ -216,7 +226,8 @@ class SoftmaxProvenance:
     """Traces score tensors from the product that makes them to the softmax that consumes them."""
 
     def __init__(self, writes: Callable[[Tensor], int], product: Callable[[Tensor], Scores | None]) -> None:
-        self._writes, self._product_of = writes, product
+        self._writes = writes
+        self._product_of = product
         self._scores: MutableMapping[Tensor, tuple[ScoreHistory, list[tuple[Tensor, int]]]] = WeakIdKeyDictionary()
 
     def close(self) -> None:
@@ -236,7 +247,8 @@ class SoftmaxProvenance:
         history, stamps = self._scores.get(tensor, (None, []))
         if history is None or any(self._writes(x) != count for x, count in stamps):
             return None
-        writes, made = self._writes, stamps[:-1]
+        writes = self._writes
+        made = stamps[:-1]
         return history, lambda: all(writes(x) == count for x, count in made)
 
     def masked(self, recorder: Recorder, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
@@ -250,7 +262,8 @@ class SoftmaxProvenance:
         if history is None and not tag.whole(scores.ndim - 1, scores.shape[-1]):  # a sink may be among the keys
             return args, kwargs, False
         with outside_all_modes(scores.device.type):
-            key, q = scores.ndim - 1, None if history is None else history.q
+            key = scores.ndim - 1
+            q = None if history is None else history.q
             roles, _ = read_axes(scores.shape, key, tag.rows(key), recorder.shapes, q, tag.axes)
             own = roles.query is None and history is None  # each query has keys of its own
             order = [*roles.lead, key] if own else [*range(key + 1)]
@@ -400,7 +413,8 @@ class MergedBlocks:
     """Follows tensors computed from attention's outputs and from its sums of exponentials, one per row."""
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
-        self._recorder, self._tags = recorder, tags
+        self._recorder = recorder
+        self._tags = tags
 
     @property
     def follows(self) -> bool:
@@ -414,28 +428,38 @@ class MergedBlocks:
                 if is_plain(tensor):
                     self._tags.mark(tensor, kind, self._recorder.module)
 
-    def observe(self, name: str, product: bool, args: Sequence[Any], given: list[Tensor], result: object) -> None:
+    def observe(self, name: str, product: bool, args: Sequence[Any], inputs: list[Tensor], result: object) -> None:
         """Observe an operation that has run."""
-        if name in SUMS and self._are_sums(name, args, given[0]):
+        if name in SUMS and self._are_sums(name, args, inputs[0]):
             for out in tensors((result,)):
                 self._tags.mark(out, "sums", self._recorder.module)
         if not self.follows:
             return
-        name = name.removesuffix("_")
-        kinds = ("sums", "output")
-        marks = {k: [(t, m) for t in given if (m := self._tags.marked(t, k)) is not None] for k in kinds}
-        merged_here = any(t is not s for s, _ in marks["sums"] for t, _ in marks["output"])
-        if merged_here and self._recorder.masking and any(s.numel() > 1 for s, _ in marks["sums"]):
-            self._recorder.skip(name, UNMASKED_SUM, marks["output"][0][1])
-        elif merged_here and name in _WEIGHING:
-            self._recorder.remark(MERGED, marks["output"][0][1])
-        if product and not any(map(self._tags.fixed, given)):
-            return
-        for kind, known in marks.items():
-            for source, module in known:
-                for out in tensors((result,)):
-                    if is_plain(out) and (name in _SPREADING or out.numel() <= source.numel()):
-                        self._tags.mark(out, kind, module)
+        sums = self._marked(inputs, "sums")
+        outputs = self._marked(inputs, "output")
+        if any(t is not s for s, _ in sums for t, _ in outputs):
+            self._note_merged(name.removesuffix("_"), sums, outputs[0][1])
+        if not product or any(map(self._tags.fixed, inputs)):
+            self._pass_on(name.removesuffix("_"), "sums", sums, result)
+            self._pass_on(name.removesuffix("_"), "output", outputs, result)
+
+    def _marked(self, inputs: list[Tensor], kind: str) -> list[tuple[Tensor, str]]:
+        """Return the inputs with a mark, and the modules that the marks name."""
+        return [(t, module) for t in inputs if (module := self._tags.marked(t, kind)) is not None]
+
+    def _note_merged(self, name: str, sums: list[tuple[Tensor, str]], module: str) -> None:
+        """Note that an output meets sums of exponentials."""
+        if self._recorder.masking and any(s.numel() > 1 for s, _ in sums):
+            self._recorder.skip(name, UNMASKED_SUM, module)
+        elif name in _WEIGHING:
+            self._recorder.remark(MERGED, module)
+
+    def _pass_on(self, name: str, kind: str, sources: list[tuple[Tensor, str]], result: object) -> None:
+        """Mark an operation's results as its inputs are."""
+        for source, module in sources:
+            for out in tensors((result,)):
+                if is_plain(out) and (name in _SPREADING or out.numel() <= source.numel()):
+                    self._tags.mark(out, kind, module)
 
     def _are_sums(self, name: str, args: Sequence[Any], source: Tensor) -> bool:
         """Return whether an operation sums exponentials of scores that depend on the input on both sides."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from semdiag.capturing.provenance.positions import Extent, Side, part_of
+from semdiag.capturing.provenance.positions import Extent, Side, extent_of
 from semdiag.capturing.provenance.score_history import ScoreHistory, lowest
 from semdiag.capturing.recording import is_plain
 
@@ -30,7 +30,7 @@ class AxisPiece(NamedTuple):
 
 Axis = tuple[AxisPiece, ...]  # the slowest first
 Axes = tuple[Axis, ...]  # pieces of each axis of a tensor
-Given = Sequence[tuple[int, ...]]  # shapes of the first inputs of the running modules, the innermost last
+InputShapes = Sequence[tuple[int, ...]]  # shapes of the first inputs of the running modules, the innermost last
 
 
 class AxisRoles(NamedTuple):
@@ -51,59 +51,76 @@ def _candidates(ndim: int, key: int, queries: set[int]) -> Iterator[AxisRoles]:
 
 
 def read_axes(
-    shape: torch.Size, key: int, rows: set[int], given: Given, q: Tensor | None, product: Axes | None
+    shape: torch.Size, key: int, rows: set[int], inputs: InputShapes, q: Tensor | None, product: Axes | None
 ) -> tuple[AxisRoles, str | None]:
     """Assign roles to the axes of scores: samples times queries must match the running module's input."""
     # An axis of length 1 may be the queries'.
     ones = {d for d, size in enumerate(shape) if size == 1 and d != key and (d or len(shape) < 4)}
     candidates = [*_candidates(len(shape), key, rows | ones)]
-    fitting = _fitting(candidates, shape, given)
+    fitting = _fitting(candidates, shape, inputs)
     pool = fitting or [r for r in candidates if [*r.lead] == sorted(r.lead) and (r.query in rows or not rows)]
-    same = [r for r in pool if r.query is not None and shape[r.query] == shape[key]]
-    pool = same or pool
+    pool = [r for r in pool if _is_square(r, shape, key)] or pool
     if fitting and q is not None:
         pool = _split_from_features(pool, q)
     roles = pool[0]
     if not rows and len(roles.lead) > 2:
         return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
     several = len({min(ones) if r.query in ones else r.query for r in pool}) > 1  # those of length 1 are one
-    # Heads of one query, or queries with keys of their own; or fewer or more queries than keys.
-    unsure = roles.query is None and len(roles.lead) == 2
-    unsure |= not same and roles.query != candidates[0].query
-    if several or (not fitting and unsure):
+    if several or (not fitting and _is_unusual(roles, candidates[0], shape, key)):
         return roles, MAY_BE_SWAPPED.format("queries and heads")
-    told = fitting and all(r.lead == roles.lead for r in fitting if r.query == roles.query)
-    if len(roles.lead) == 2 and not told:
-        samples = max(1, given[0][0]) if given and given[0] else 1
-        first, second = (shape[d] % samples for d in roles.lead)
-        if (first != 0 and second == 0) or _crossed(product, q, roles.lead):
-            return roles, MAY_BE_SWAPPED.format("samples and heads")
+    lead_fits = fitting and all(r.lead == roles.lead for r in fitting if r.query == roles.query)
+    if len(roles.lead) == 2 and not lead_fits and _heads_first(roles.lead, shape, inputs, q, product):
+        return roles, MAY_BE_SWAPPED.format("samples and heads")
     return roles, None
 
 
-def read_leading(q: Tensor, keys: int, given: Given) -> tuple[tuple[int, ...], str | None]:
+def _is_unusual(roles: AxisRoles, usual: AxisRoles, shape: torch.Size, key: int) -> bool:
+    """Return whether queries may be heads: each has keys of its own, or an unusual place and another number."""
+    if roles.query is None and len(roles.lead) == 2:
+        return True
+    return roles.query != usual.query and not _is_square(roles, shape, key)
+
+
+def _is_square(roles: AxisRoles, shape: torch.Size, key: int) -> bool:
+    """Return whether there are as many queries as keys."""
+    return roles.query is not None and shape[roles.query] == shape[key]
+
+
+def _heads_first(
+    lead: tuple[int, ...], shape: torch.Size, inputs: InputShapes, q: Tensor | None, product: Axes | None
+) -> bool:
+    """Return whether the first of two axes before the queries may be the heads'."""
+    samples = max(1, inputs[0][0]) if inputs and inputs[0] else 1
+    first, second = (shape[d] % samples for d in lead)
+    return (first != 0 and second == 0) or _crossed(product, q, lead)
+
+
+def read_leading(q: Tensor, keys: int, inputs: InputShapes) -> tuple[tuple[int, ...], str | None]:
     """Assign roles to the axes of queries (…, Lq, D) before the last two."""
     shape = torch.Size((*q.shape[:-1], keys))
     candidates = [*_candidates(len(shape), len(shape) - 1, {len(shape) - 2})]
-    fitting = _split_from_features(_fitting(candidates, shape, given), q)
+    fitting = _split_from_features(_fitting(candidates, shape, inputs), q)
     remark = None if len(fitting) == 1 else MAY_BE_SWAPPED.format("samples and heads")
     return (fitting or candidates)[0].lead, remark
 
 
-def _fitting(candidates: list[AxisRoles], shape: torch.Size, given: Given) -> list[AxisRoles]:
+def _fitting(candidates: list[AxisRoles], shape: torch.Size, inputs: InputShapes) -> list[AxisRoles]:
     """Return the candidates that fit the input of the innermost module that any of them fits."""
-    return next((fits for x in reversed(given) if (fits := [r for r in candidates if _fits(r, shape, x)])), [])
+    return next((fits for x in reversed(inputs) if (fits := [r for r in candidates if _fits(r, shape, x)])), [])
 
 
-def _fits(roles: AxisRoles, shape: torch.Size, given: tuple[int, ...]) -> bool:
+def _fits(roles: AxisRoles, shape: torch.Size, module_input: tuple[int, ...]) -> bool:
     """Return whether samples × queries match (B, L), (B, L, D), (B, …, D), (B, H, L, D) or (B, L, H, D)."""
-    if len(given) < 2:
+    if len(module_input) < 2:
         return False
-    positions = {given[0] * given[1], math.prod(given[:-1]) if len(given) > 2 else 0}
-    positions |= {given[0] * given[2]} if len(given) == 4 else set()
+    positions = {module_input[0] * module_input[1]}
+    if len(module_input) > 2:
+        positions.add(math.prod(module_input[:-1]))
+    if len(module_input) == 4:
+        positions.add(module_input[0] * module_input[2])
     samples = roles.lead[:-1] if len(roles.lead) > 1 else roles.lead
     rows = math.prod(shape[d] for d in samples) * (1 if roles.query is None else shape[roles.query])
-    return rows in positions and ([*roles.lead] == sorted(roles.lead) or shape[roles.lead[0]] == given[0])
+    return rows in positions and ([*roles.lead] == sorted(roles.lead) or shape[roles.lead[0]] == module_input[0])
 
 
 def _split_from_features(candidates: list[AxisRoles], q: Tensor) -> list[AxisRoles]:
@@ -224,7 +241,7 @@ class Scores(NamedTuple):
     def extents(self, axis: int) -> Side:
         """Return what the pieces of an axis run over."""
         return tuple(
-            part_of(self.factors[p.axis - 1], p.size, p.step)
+            extent_of(self.factors[p.axis - 1], p.size, p.step)
             if p.origin == self.number and p.axis > 0
             else Extent(p.size, None)
             for p in self.axes[axis]
@@ -278,6 +295,13 @@ class Softmax:
         scores = scores - top.where(usual, 0.0)
         return scores.to(torch.promote_types(self.scores.dtype, torch.float32))
 
+    def valid_history(self) -> ScoreHistory | None:
+        """Return the operations behind its input, if they were seen and nothing was overwritten since."""
+        if self.history is None:
+            return None
+        history, is_valid = self.history
+        return history if is_valid() else None
+
     def refuse(self, reason: str) -> None:
         """Note why it is not captured; keep the first reason."""
         self.reason = self.reason or reason
@@ -321,7 +345,8 @@ class Tags:
 
     def __init__(self, parameters: set[int], constants: Container[int]) -> None:
         self.marks: set[str] = set()
-        self._parameters, self._constants = parameters, constants
+        self._parameters = parameters
+        self._constants = constants
         self._stores: dict[int, _Store] = {}
         self._limit = 256
         self._writes: Counter[int] = Counter()
@@ -348,7 +373,7 @@ class Tags:
         if not is_plain(tensor):
             return isinstance(tensor, torch.nn.Parameter)
         storage = address(tensor)
-        if self.own(tensor):
+        if self.in_model(tensor):
             return storage not in self._moving
         store = self._stores.get(storage)
         return store is not None and store.fixed
@@ -361,25 +386,27 @@ class Tags:
             return address(tensor) not in self._moving
         return self.marked(tensor, "constant") is not None
 
-    def own(self, tensor: Tensor) -> bool:
+    def in_model(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor lies in a parameter or a buffer of the model."""
         return _place(tensor) in self._parameters
 
     def tag_scores(self, tensor: Tensor, tag: Scores, derived: bool = False) -> None:
         """Tag a tensor as scores; one derived from scores may have a better tag already."""
-        store, key = self._store(tensor), _geometry(tensor)
-        known = store.scores.get(key) if derived else None
-        if known is None or (any(known.fixed) and not any(tag.fixed)):
+        store = self._store(tensor)
+        key = _geometry(tensor)
+        present = store.scores.get(key) if derived else None
+        if present is None or (any(present.fixed) and not any(tag.fixed)):
             store.scores[key] = tag
 
     def tag_weights(self, tensor: Tensor, tag: Weights) -> None:
         """Tag a tensor as weights."""
         self._store(tensor).weights[_geometry(tensor)] = tag
 
-    def tag_noise(self, tensor: Tensor, kept: float) -> None:
+    def tag_noise(self, tensor: Tensor, keep_probability: float) -> None:
         """Tag a tensor as pure noise, with the probability that an entry is kept."""
-        store, key = self._store(tensor), _geometry(tensor)
-        store.marks["noise"] = kept
+        store = self._store(tensor)
+        key = _geometry(tensor)
+        store.marks["noise"] = keep_probability
         store.scores.pop(key, None)
         store.weights.pop(key, None)
 
@@ -396,7 +423,7 @@ class Tags:
 
     def tag_fixed(self, tensor: Tensor) -> None:
         """Tag a tensor as computed from parameters alone."""
-        if not self.own(tensor):
+        if not self.in_model(tensor):
             self._store(tensor).fixed = True
 
     def writes(self, tensor: Tensor) -> int:
@@ -407,7 +434,7 @@ class Tags:
         """Note a write of noise, parameters (or a step of training), or constants to a tensor's whole storage."""
         storage = address(tensor)
         self._writes[storage] += 1
-        if not fixed and is_plain(tensor) and self.own(tensor):
+        if not fixed and is_plain(tensor) and self.in_model(tensor):
             self._moving.add(storage)
         store = self._stores.get(storage)
         if store is None:
