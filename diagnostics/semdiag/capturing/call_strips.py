@@ -39,7 +39,7 @@ def number_of_keys(call: AttentionCall) -> Tensor:
     length = call.k.shape[2]
     if call.allowed is None and call.selected is None:
         return _numbers(queries, length, call.first_query if call.causal else None, call.q.device)
-    return joined([count_true(allowed) for allowed in allowed_rows(call)], 2)
+    return join_strips([count_true(allowed) for allowed in allowed_rows(call)], 2)
 
 
 @lru_cache(maxsize=16)
@@ -203,7 +203,7 @@ def query_reach(call: AttentionCall) -> QueryReach:
         real = (torch.arange(length, device=device) < visible)[None]
         return QueryReach(real, in_step, later=first < visible - 1 and not call.causal)
     parts = [(allowed.any(1).any(1), allowed.any(0).any(0)) for allowed in allowed_rows(call)]
-    by_query = joined([in_any_sample for _, in_any_sample in parts], 0)
+    by_query = join_strips([in_any_sample for _, in_any_sample in parts], 0)
     last = (by_query * torch.arange(1, length + 1, device=device)).amax(-1) - 1
     places = torch.arange(first, first + queries, device=device)
     real = torch.stack([part for part, _ in parts]).any(0)
@@ -215,6 +215,6 @@ def is_square(call: AttentionCall) -> bool:
     return call.q.shape[2] == call.k.shape[2] and not any(word in call.module.lower() for word in CROSS)
 
 
-def joined(parts: list[Tensor], axis: int) -> Tensor:
+def join_strips(parts: list[Tensor], axis: int) -> Tensor:
     """Join tensors; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)

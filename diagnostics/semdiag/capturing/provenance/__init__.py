@@ -3,23 +3,24 @@
 Two views of the same run are joined. In Python, ``SoftmaxProvenance`` keeps what happened to scores
 (``ScoreHistory``: scale, soft-cap, bias, mask). Below Python, at the dispatcher, ``OperationWatch`` tags tensors::
 
-    q ─┐ product          changes, views              product ┌─ v
-       ├────────► Scores ────────────────► softmax ─► Weights ┼──────► AttentionCall
-    k ─┘    │                                 │               │
-            └─ ScoreHistory, in Python ───────┘ compared      └─ no values: it is no attention
+    q ─┐ product             changes, views                 product ┌─ v
+       ├────────► ScoresTag ────────────────► softmax ─► WeightsTag ┼──────► AttentionCall
+    k ─┘    │                                    │                  │
+            └─ ScoreHistory, in Python ──────────┘ compared         └─ no values: it is no attention
             │
             └─ a second product, no softmax between: positions.py tells whether it sums positions
 
-A ``Softmax`` is in one of these states; the audit has a line for those that are neither captured nor no attention.
+A ``Softmax`` is in one of these states. When the forward pass ends, the audit gets what the last column says.
 
-=============== ========================================== ====================================================
-state           how it is told                             outcome, at the latest when the forward pass ends
-=============== ========================================== ====================================================
-candidate       ``axis`` is None                           an exponential; a softmax once its rows sum to one
-open            ``axis`` is set, not ``done``, no reason   no attention, unless a mask was applied to it
-refused         ``reason`` is set                          its weights met values, and it cannot be described
-captured        ``done``                                   its call was recorded, and its memory is freed
-=============== ========================================== ====================================================
+=========== ==================== ============================================= ==================================
+state       attributes           meaning                                       in the audit
+=========== ==================== ============================================= ==================================
+candidate   ``axis`` is None     an exponential, until its rows sum to one     nothing
+open        ``axis`` is set      a softmax whose weights have met no values    counted as no attention; a line if
+                                                                               it was masked, or has threads
+refused     ``reason`` is set    its weights met values: it is not described   a line with the reason
+captured    ``done``             its call was recorded, its memory is freed    counted when it was recorded
+=========== ==================== ============================================= ==================================
 
 Files: ``score_history`` (what masks and scales do to scores), ``positions`` (what the axes of products run over),
 ``tags`` (axes followed through views; the tags of tensors), ``softmaxes`` (from scores to the softmax, and merged

@@ -150,7 +150,11 @@ def python_kernel(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, str] | No
 
 
 def may_attend(
-    plan: "Plan", module: str, inputs: Iterable[Tensor], out: Iterable[Tensor], fixed: Callable[[Tensor], bool]
+    plan: "OperationPlan",
+    module: str,
+    inputs: Iterable[Tensor],
+    out: Iterable[Tensor],
+    fixed: Callable[[Tensor], bool],
 ) -> bool:
     """Return whether an operator of which only inputs and outputs are seen may be attention."""
     moving = [t for t in inputs if is_plain(t) and t.is_floating_point() and not fixed(t)]
@@ -183,7 +187,7 @@ _NAMES = (SOFTMAXES, "softmax"), (PRODUCTS, "product"), (EXPONENTIALS, "exponent
 _KINDS = {name: kind for names, kind in _NAMES for name in names}
 
 
-class Plan(NamedTuple):
+class OperationPlan(NamedTuple):
     """Facts about an operation before it runs."""
 
     name: str  # without namespace and overload
@@ -195,13 +199,13 @@ class Plan(NamedTuple):
     named: bool  # whether its schema names queries, keys and values, which makes it suspect
 
 
-def written(plan: Plan, args: Args, kwargs: Kwargs) -> list[Any]:
+def written(plan: OperationPlan, args: Args, kwargs: Kwargs) -> list[Any]:
     """Return the arguments that an operation writes to."""
     return [args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes]
 
 
 @lru_cache(4096)
-def plan_of(func: Any) -> Plan:
+def plan_of(func: Any) -> OperationPlan:
     """Return the plan of an operation."""
     schema = getattr(func, "_schema", None)
     arguments = [] if schema is None else enumerate(schema.arguments)
@@ -217,7 +221,9 @@ def plan_of(func: Any) -> Plan:
         elif named or _may_fit(func):
             kind = "suspect"
     composite = schema is not None and has_kernel(func, COMPOSITE.name)
-    return Plan(name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full, named)
+    return OperationPlan(
+        name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full, named
+    )
 
 
 def _kind_of(func: Any, name: str) -> str:
@@ -264,6 +270,11 @@ def has_kernel(func: Any, key: str) -> bool:
 
 _SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
 _STORED = (torch.strided, torch.jagged)  # layouts in whose storage entries can be traced
+
+
+def _are_stored(values: Iterable[Tensor]) -> bool:
+    """Return whether the entries of all tensors can be traced."""
+    return all(t.layout in _STORED for t in values)
 
 
 class OperationWatch(dispatch.TorchDispatchMode):
@@ -325,7 +336,7 @@ class OperationWatch(dispatch.TorchDispatchMode):
         self.softmaxes.settle()
         self.tags.forget()
 
-    def _runner(self, once: Once, plan: Plan, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    def _runner(self, once: Once, plan: OperationPlan, args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
         """Return a function that runs an operation so that we see the operations it calls; None if impossible."""
         func = once.function
         device = _plain_device(tensors((*args, *kwargs.values()))) if plan.composite else None
@@ -337,20 +348,21 @@ class OperationWatch(dispatch.TorchDispatchMode):
         kernel = python_kernel(func, args, kwargs) if plan.kind == "foreign" else None
         if plan.kind != "higher order" and kernel is None:
             return None
+        return lambda: self._run_inspected(once, plan, kernel, args, kwargs)
+
+    def _run_inspected(
+        self, once: Once, plan: OperationPlan, kernel: tuple[Any, str] | None, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Run an operator, in Python if it has a kernel; look at the result if no attention is seen in it."""
         audit = self.recorder.audit
-        recorder = self.recorder
-
-        def run() -> Any:  # if no attention is seen in it, look at it as a whole
-            noted_before = audit.captured.total() + audit.skipped.total()
-            result = once(*args, **kwargs) if kernel is None else self._run_kernel(once, *kernel, args, kwargs)
-            if audit.captured.total() + audit.skipped.total() == noted_before:
-                if kernel is not None:
-                    self._guarded(plan, self._look, plan, args, kwargs, result)
-                elif recorder.listening and self._guarded(plan, self._may_hide, func, (args, kwargs)):
-                    recorder.skip(plan.name, MAY_HIDE)
-            return result
-
-        return run
+        noted_before = audit.captured.total() + audit.skipped.total()
+        result = once(*args, **kwargs) if kernel is None else self._run_kernel(once, *kernel, args, kwargs)
+        if audit.captured.total() + audit.skipped.total() == noted_before:
+            if kernel is not None:
+                self._guarded(plan, self._look, plan, args, kwargs, result)
+            elif self.recorder.listening and self._guarded(plan, self._may_hide, once.function, (args, kwargs)):
+                self.recorder.skip(plan.name, MAY_HIDE)
+        return result
 
     def _may_hide(self, func: HigherOrderOperator, arguments: Any) -> bool:
         """Return whether a higher-order operator whose bodies were not seen may compute attention."""
@@ -380,7 +392,7 @@ class OperationWatch(dispatch.TorchDispatchMode):
                 with torch._C._ForceDispatchKeyGuard(included, excluded):
                     return once.run(func._op_dk, key, *args, **kwargs)
 
-    def _guarded(self, plan: Plan, look: Callable[..., Any], *args: Any) -> Any:
+    def _guarded(self, plan: OperationPlan, look: Callable[..., Any], *args: Any) -> Any:
         """Call one of our functions; note its failure, which never reaches the model."""
         try:
             with torch._C.DisableTorchFunction():
@@ -389,12 +401,12 @@ class OperationWatch(dispatch.TorchDispatchMode):
             self.recorder.skip(plan.name, f"could not be followed ({type(error).__name__}: {str(error)[:80]})")
             return None
 
-    def _look(self, plan: Plan, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
+    def _look(self, plan: OperationPlan, args: Args, kwargs: Kwargs, result: Any) -> AttentionCall | None:
         """Handle an operation that has run, by its kind; return the attention that it completes, if any."""
         if self.recorder.covered or self.recorder.foreign or self._is_empty(plan, result):
             return None
         inputs = [*tensors((*args, *kwargs.values()) if kwargs else args)]
-        if any(t.layout not in _STORED for t in (inputs if result is None else (*inputs, *tensors((result,))))):
+        if not _are_stored(inputs) or (result is not None and not _are_stored(tensors((result,)))):
             self._skip_without_storage(plan.name, inputs)
             return None
         if plan.name in SUMS or self.merged.follows:
@@ -404,13 +416,16 @@ class OperationWatch(dispatch.TorchDispatchMode):
             if call is not None:
                 self.merged.mark_output(result)
                 return call
-        # What a caller makes beside the running model is its input.
+        self._mark_constant(inputs, result)
+        return self._observe(plan, args, kwargs, inputs, result)
+
+    def _mark_constant(self, inputs: list[Tensor], result: Any) -> None:
+        """Mark results that are made of constants; what a caller makes beside the running model is its input."""
         if self.recorder.running and all(map(self.tags.constant, inputs)):
             for out in float_outputs(result):
                 self.tags.mark(out, "constant")
-        return self._observe(plan, args, kwargs, inputs, result)
 
-    def _is_empty(self, plan: Plan, result: Any) -> bool:
+    def _is_empty(self, plan: OperationPlan, result: Any) -> bool:
         """Return whether a result has no entries; note a softmax's."""
         if not isinstance(result, Tensor) or result.is_nested or result.numel():
             return False
@@ -419,7 +434,7 @@ class OperationWatch(dispatch.TorchDispatchMode):
         return True
 
     def _observe(
-        self, plan: Plan, args: Args, kwargs: Kwargs, inputs: list[Tensor], result: Any
+        self, plan: OperationPlan, args: Args, kwargs: Kwargs, inputs: list[Tensor], result: Any
     ) -> AttentionCall | None:
         """Handle an operation by its kind: the softmax, and the products before and behind it."""
         if plan.kind == "product":
@@ -443,7 +458,9 @@ class OperationWatch(dispatch.TorchDispatchMode):
             propagate(self.tags, plan.name, args, inputs, result)
         return None
 
-    def _note_unknown(self, plan: Plan, args: Args, kwargs: Kwargs, inputs: list[Tensor], result: Any) -> None:
+    def _note_unknown(
+        self, plan: OperationPlan, args: Args, kwargs: Kwargs, inputs: list[Tensor], result: Any
+    ) -> None:
         """Note an operator that cannot be inspected, if it may be attention."""
         made = tensors((result, *written(plan, args, kwargs)))
         if may_attend(plan, self.recorder.module, inputs, made, self.tags.fixed):

@@ -17,12 +17,13 @@ from semdiag.capturing.provenance.tags import (
     Axes,
     Axis,
     AxisPiece,
-    Scores,
+    AxisRoles,
+    ScoresTag,
     Softmax,
     Tags,
-    Weights,
-    broadcast,
-    merged,
+    WeightsTag,
+    broadcast_axes,
+    join_pieces,
     own_axes,
     read_axes,
     regrouped,
@@ -72,7 +73,7 @@ class Products:
             self._tags.tag_fixed(result)
         return None
 
-    def _weights_met(self, of_a: Weights, of_b: Weights, result: Tensor) -> None:
+    def _weights_met(self, of_a: WeightsTag, of_b: WeightsTag, result: Tensor) -> None:
         """Handle a product of two tensors of weights."""
         if of_a.softmax.suspect and of_b.softmax.suspect:
             for tag in (of_a, of_b):
@@ -94,7 +95,7 @@ class Products:
         return None
 
     def _note_no_softmax(
-        self, name: str, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor
+        self, name: str, a: Tensor, b: Tensor, of_a: ScoresTag | None, of_b: ScoresTag | None, result: Tensor
     ) -> None:
         """Note a product of values with scores that met no softmax, unless the product makes scores itself."""
         made = self._tags.scores(result)
@@ -113,7 +114,9 @@ class Products:
         """Return whether a tensor is computed from parameters alone, or is one that its module gathered to run."""
         return self._tags.fixed(tensor) or self._recorder.holds(tensor)
 
-    def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
+    def _scored(
+        self, a: Tensor, b: Tensor, of_a: ScoresTag | None, of_b: ScoresTag | None, result: Tensor
+    ) -> None:
         """Tag the result as scores, or as scores whose heads are mixed; no factor comes from a softmax."""
         fixed = self._is_weight(a), self._is_weight(b)
         for scores, factor_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
@@ -137,31 +140,28 @@ class Products:
             sides = projected(rows, sizes[1], summed)
         elif fixed[0]:
             sides = projected(columns, sizes[0], summed)[::-1]
-        self._tags.tag_scores(result, Scores(number, sizes, fixed, any(constant), axes, sides, summed))
+        self._tags.tag_scores(result, ScoresTag(number, sizes, fixed, any(constant), axes, sides, summed))
 
     def _weighted(
-        self, tag: Weights, weights: Tensor, factor: Tensor, result: Tensor, *, left: bool, added: bool
+        self, tag: WeightsTag, weights: Tensor, factor: Tensor, result: Tensor, *, left: bool, added: bool
     ) -> AttentionCall | None:
         """Handle a product of weights and another factor; return the attention that it completes."""
         softmax = tag.softmax
-        axes = tag.axes
         if softmax.done:
             return None
         constant = self._tags.fixed(factor)
-        if axes is None:
+        if tag.axes is None:
             if not constant and softmax.suspect:
                 softmax.refuse("its weights were moved or changed by operations that are not followed")
             return None
-        summed = merged(axes[-1] if left or weights.ndim == 1 else axes[-2])
+        summed = join_pieces(tag.axes[-1] if left or weights.ndim == 1 else tag.axes[-2])
         if softmax.axis is None and not softmax.of_a_product and _is_one_axis(softmax, summed):
             return None  # an exponential that is no softmax
         axis = _summed_keys(softmax, summed)
         if axis is None:
-            self._not_over_keys(tag, axes, result, left, constant)
+            self._not_over_keys(tag, tag.axes, result, left, constant)
             return None
-        if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # a number is a statistic
-            return None
-        if not constant and _is_gate(softmax, axis, weights, left) and not _sampled(self._tags, [factor]):
+        if _is_statistic(tag, constant, result) or self._is_gate(softmax, axis, weights, factor, left):
             return None
         reason = _reason(tag, axis, summed, constant=constant, added=added, numbers=not result.ndim)
         if self._recorder.vectorized:  # below Python, vmap's axis may be anywhere
@@ -171,7 +171,15 @@ class Products:
             return None
         return self._attention(tag, axis, weights, factor, result, left)
 
-    def _not_over_keys(self, tag: Weights, axes: Axes, result: Tensor, left: bool, constant: bool) -> None:
+    def _is_gate(self, softmax: Softmax, axis: int, weights: Tensor, factor: Tensor, left: bool) -> bool:
+        """Return whether each of many rows meets values of its own, as a gate's weights meet experts' outputs."""
+        rows = weights.shape[-2 if left else -1] if weights.ndim > 1 else 1
+        many = softmax.scores.ndim > 1 and softmax.scores.shape[-2] > 1
+        if rows != 1 or not many or not softmax.keys_fixed(axis):
+            return False
+        return not self._tags.fixed(factor) and not _sampled(self._tags, [factor])
+
+    def _not_over_keys(self, tag: WeightsTag, axes: Axes, result: Tensor, left: bool, constant: bool) -> None:
         """Handle a product that sums weights over another axis than their keys'."""
         if constant:
             self._tags.tag_weights(result, tag._replace(axes=_remaining(axes, result, left), exact=False))
@@ -179,7 +187,7 @@ class Products:
             tag.softmax.refuse("its softmax does not run over the axis that is summed with values")
 
     def _attention(
-        self, tag: Weights, axis: int, weights: Tensor, values: Tensor, result: Tensor, left: bool
+        self, tag: WeightsTag, axis: int, weights: Tensor, values: Tensor, result: Tensor, left: bool
     ) -> AttentionCall | None:
         """Return the attention of weights that met values; None if it cannot be described."""
         try:
@@ -194,7 +202,7 @@ class Products:
         return replace(call, mechanism=MECHANISM, dropout=tag.dropout)
 
     def _described(
-        self, tag: Weights, key: int, weights: Tensor, v: Tensor, mixed: Tensor, left: bool
+        self, tag: WeightsTag, key: int, weights: Tensor, v: Tensor, mixed: Tensor, left: bool
     ) -> tuple[AttentionCall, str | None]:
         """Return the attention of a softmax over ``key``, and a remark or None; ``left``: the weights are."""
         softmax = tag.softmax
@@ -204,25 +212,16 @@ class Products:
         rows = () if weights.ndim == 1 else axes[-2 if left else -1]  # queries, and heads that share their values
         pieces = (*batch, *rows)
         _check_rows(softmax, scores.shape, key, pieces)
-        if v.ndim == 1:
-            v = v[:, None]
-            mixed = mixed[:, None]
-        elif not left:
-            v = v.mT
-            mixed = mixed.mT
-            weights = weights.mT
+        weights, v, mixed = _rows_before_columns(weights, v, mixed, left)
         history = softmax.valid_history()
-        q = None if history is None else history.q
-        product = None if softmax.tag is None else softmax.tag.axes
-        roles, remark = read_axes(scores.shape, key, {p.axis for p in rows}, self._recorder.shapes, q, product)
-        if any(p.axis == roles.query for p in batch):
-            raise NotFollowedError("its queries are spread over two axes of one product")
-        order = [*roles.lead] if roles.query is None else [*roles.lead, roles.query]
+        roles, remark = self._roles(softmax, key, history, batch, rows)
+        order = roles.order
         s = scores.permute(*order, key)
-        s = s.unsqueeze(-2) if roles.query is None else s
+        if roles.query is None:
+            s = s.unsqueeze(-2)
         heads = softmax.heads or (s.shape[1] if s.ndim == 4 else None)
         mixed = _rows_in(mixed, pieces, order, s.shape[:-1])
-        v = _values_in(v, batch, rows, roles.lead, roles.query)
+        v = _values_in(v, batch, rows, roles)
         if not tag.exact:
             weights = _rows_in(weights, pieces, order, s.shape[:-1])
             if weights.shape[-1] == s.shape[-1] - 1:
@@ -232,6 +231,18 @@ class Products:
         usual = order == [*range(key)] and roles.query is not None
         history, v = self._history_and_values(history if usual else None, s, v)
         return history.call(v, mixed, heads, s), remark
+
+    def _roles(
+        self, softmax: Softmax, key: int, history: ScoreHistory | None, batch: Axis, rows: Axis
+    ) -> tuple[AxisRoles, str | None]:
+        """Return the roles of the axes of scores, and a remark or None; ``batch`` and ``rows`` met values."""
+        shape = softmax.scores.shape
+        q = None if history is None else history.q
+        product = None if softmax.tag is None else softmax.tag.axes
+        roles, remark = read_axes(shape, key, {p.axis for p in rows}, self._recorder.shapes, q, product)
+        if any(p.axis == roles.query for p in batch):
+            raise NotFollowedError("its queries are spread over two axes of one product")
+        return roles, remark
 
     def _history_and_values(
         self, history: ScoreHistory | None, s: Tensor, v: Tensor
@@ -246,7 +257,7 @@ class Products:
         return history, v
 
 
-def _suspect(tag: Weights | None) -> Weights | None:
+def _suspect(tag: WeightsTag | None) -> WeightsTag | None:
     """Return a tag of weights that are attention if they meet values; else None."""
     return tag if tag is not None and tag.softmax.suspect else None
 
@@ -266,11 +277,16 @@ def _summed_keys(softmax: Softmax, summed: Axis) -> int | None:
     return axis if any(p.origin == softmax.number and p.axis == axis for p in summed) else None
 
 
-def _is_gate(softmax: Softmax, axis: int, weights: Tensor, left: bool) -> bool:
-    """Return whether each row of many meets values of its own, as a gate's weights meet the outputs of experts."""
-    rows = weights.shape[-2 if left else -1] if weights.ndim > 1 else 1
-    many = softmax.scores.ndim > 1 and softmax.scores.shape[-2] > 1
-    return rows == 1 and many and bool(softmax.keys_fixed(axis))
+def _is_statistic(tag: WeightsTag, constant: bool, result: Tensor) -> bool:
+    """Return whether added up weights meet constants, or make a single number."""
+    return tag.added_up and (constant or not (result.ndim or tag.softmax.of_a_product))
+
+
+def _rows_before_columns(weights: Tensor, v: Tensor, mixed: Tensor, left: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the factors and the result of a product as those of weights (…, rows, keys) with values."""
+    if v.ndim == 1:
+        return weights, v[:, None], mixed[:, None]
+    return (weights, v, mixed) if left else (weights.mT, v.mT, mixed.mT)
 
 
 def _check_rows(softmax: Softmax, shape: torch.Size, key: int, pieces: Axis) -> None:
@@ -282,7 +298,7 @@ def _check_rows(softmax: Softmax, shape: torch.Size, key: int, pieces: Axis) -> 
             raise NotFollowedError("only some of its rows met values in one product")
 
 
-def _extents(factor: Tensor, tag: Scores | None) -> tuple[Side, Side]:
+def _extents(factor: Tensor, tag: ScoresTag | None) -> tuple[Side, Side]:
     """Return what the last two axes of a product's factor run over."""
     if tag is None:
         return (Extent(factor.shape[-2], None),), (Extent(factor.shape[-1], None),)
@@ -296,17 +312,17 @@ def _rows_in(x: Tensor, pieces: Sequence[AxisPiece], order: Sequence[int], shape
     return x.permute(*_sorted(pieces, order), x.ndim - 1).reshape(*shape, width)
 
 
-def _values_in(v: Tensor, batch: Axis, rows: Axis, lead: Sequence[int], query: int | None) -> Tensor:
-    """Reorder (N, K, D) to (*lead, K, D); ``lead`` lists the softmax's axes of samples and heads."""
-    shared = tuple(p for p in rows if p.axis != query)
+def _values_in(v: Tensor, batch: Axis, rows: Axis, roles: AxisRoles) -> Tensor:
+    """Reorder (N, K, D) to (*lead, K, D), the softmax's axes of samples and heads before the keys'."""
+    shared = tuple(p for p in rows if p.axis != roles.query)
     remaining = (*batch, *shared)
     length, width = v.shape[-2:]
-    by = _sorted(remaining, (*lead,) if query is None else (*lead, query))
+    by = _sorted(remaining, roles.order)
     v = v.reshape(*[p.size for p in batch], *[1 for _ in shared], length, width)
     v = v.permute(*by, len(remaining), len(remaining) + 1)
     if math.prod(p.size for p in rows) > 1 and {p.axis for p in batch} & {p.axis for p in rows}:
         v = v.expand(*[remaining[i].size for i in by], length, width)
-    sizes = [math.prod(v.shape[j] for j, i in enumerate(by) if remaining[i].axis == axis) for axis in lead]
+    sizes = [math.prod(v.shape[j] for j, i in enumerate(by) if remaining[i].axis == axis) for axis in roles.lead]
     return v.reshape(*sizes, length, width)
 
 
@@ -365,12 +381,12 @@ def _one_key_product(
     """Return an entrywise product as a matrix product, where one axis of length 1 of the weights met values."""
     axes = ((),) * (result.ndim - source.ndim) + axes
     w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, values))
-    wide = [d for d in range(result.ndim) if w.shape[d] == 1 < v.shape[d]]
-    if len(wide) != 1:
+    columns = _axes_longer(w, v, in_weights=False, in_values=True)
+    if len(columns) != 1:
         return None
-    batch = [d for d in range(result.ndim) if w.shape[d] > 1 < v.shape[d]]
-    rows = [d for d in range(result.ndim) if w.shape[d] > 1 == v.shape[d]]
-    order = [*batch, *rows, *wide, *(d for d in range(result.ndim) if result.shape[d] == 1)]
+    batch = _axes_longer(w, v, in_weights=True, in_values=True)
+    rows = _axes_longer(w, v, in_weights=True, in_values=False)
+    order = [*batch, *rows, *columns, *_axes_longer(w, v, in_weights=False, in_values=False)]
     n, m = (math.prod(result.shape[d] for d in dims) for dims in (batch, rows))
     pieces = tuple(p for d in batch for p in axes[d]), tuple(p for d in rows for p in axes[d]), ()
     with outside_all_modes(result.device.type):
@@ -378,7 +394,13 @@ def _one_key_product(
         return pieces, w.reshape(n, m, 1), v.reshape(n, 1, -1), mixed.reshape(n, m, -1)
 
 
-def _reason(tag: Weights, axis: int, summed: Axis, *, constant: bool, added: bool, numbers: bool) -> str | None:
+def _axes_longer(weights: Tensor, values: Tensor, *, in_weights: bool, in_values: bool) -> list[int]:
+    """Return the axes that are longer than 1 in these factors of an entrywise product, and in no other."""
+    sizes = enumerate(zip(weights.shape, values.shape, strict=True))
+    return [d for d, (w, v) in sizes if (w > 1) == in_weights and (v > 1) == in_values]
+
+
+def _reason(tag: WeightsTag, axis: int, summed: Axis, *, constant: bool, added: bool, numbers: bool) -> str | None:
     """Return why weights that met values over an axis are not captured; None if they are."""
     softmax = tag.softmax
     fixed = softmax.keys_fixed(axis)
@@ -438,32 +460,40 @@ def propagate(tags: Tags, name: str, args: Args, inputs: list[Tensor], result: A
     if not inputs:
         return
     tagged = [(t, *tag) for t in inputs if any(tag := tags.of(t))]
-    sampled = name in _SAMPLED or (name in _MOVED and _sampled(tags, inputs))
-    fixed = not tagged and bool(outputs) and all(map(tags.fixed, inputs))
-    for out in outputs:
-        if sampled:
-            tags.mark(out, "sampled")
-        if fixed:
+    _mark_sampled(tags, name, inputs, outputs)
+    if not tagged and outputs and all(map(tags.fixed, inputs)):
+        for out in outputs:
             tags.tag_fixed(out)
     for source, scores, weights in tagged:
         for out in outputs:
-            if tags.in_model(out) and tags.fixed(out):  # a step of training
-                continue
-            step = _Step(tags, name, args, inputs, source, out)
-            if scores is not None:
-                _propagate_scores(step, scores)
-            if weights is not None:
-                _propagate_weights(step, weights)
+            _propagate_tags(_Step(tags, name, args, inputs, source, out), scores, weights)
 
 
-def _propagate_scores(step: _Step, scores: Scores) -> None:
+def _mark_sampled(tags: Tags, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Mark outputs that are interpolated between positions, or moved from such tensors."""
+    if name in _SAMPLED or (name in _MOVED and _sampled(tags, inputs)):
+        for out in outputs:
+            tags.mark(out, "sampled")
+
+
+def _propagate_tags(step: _Step, scores: ScoresTag | None, weights: WeightsTag | None) -> None:
+    """Propagate the tags of an input to an output."""
+    if step.tags.in_model(step.out) and step.tags.fixed(step.out):  # a step of training
+        return
+    if scores is not None:
+        _propagate_scores(step, scores)
+    if weights is not None:
+        _propagate_weights(step, weights)
+
+
+def _propagate_scores(step: _Step, scores: ScoresTag) -> None:
     """Propagate a product's tag, while both sides of the product are in the tensor."""
     axes, _ = _axes_after(step, scores.axes)
     if axes is not None and (axes is scores.axes or scores.whole_in(axes)):
         step.tags.tag_scores(step.out, _accumulated(step, scores)._replace(axes=axes), derived=True)
 
 
-def _accumulated(step: _Step, scores: Scores) -> Scores:
+def _accumulated(step: _Step, scores: ScoresTag) -> ScoresTag:
     """Return the tag of outer products after an operation: a sum of several is one over positions."""
     if scores.summed != (1, None) or step.name not in _ACCUMULATING:
         return scores
@@ -481,7 +511,7 @@ def _sampled(tags: Tags, inputs: list[Tensor]) -> bool:
     return "sampled" in tags.marks and any(tags.marked(t, "sampled") is not None for t in inputs)
 
 
-def _propagate_weights(step: _Step, tag: Weights) -> None:
+def _propagate_weights(step: _Step, tag: WeightsTag) -> None:
     """Propagate a softmax's tag, or note why it ends here."""
     softmax = tag.softmax
     if step.name in ("sum", "mean") and tag.axes is not None:
@@ -497,14 +527,25 @@ def _propagate_weights(step: _Step, tag: Weights) -> None:
     elif _joins_a_stream(step, softmax):
         return
     if axes is not None and not softmax.keys_in(axes):
-        if step.out.numel() * max(2, softmax.scores.shape[softmax.axis or 0]) <= step.source.numel():
-            return  # one weight of each row was selected
+        if _is_one_of_each_row(step, softmax):
+            return
         axes = None
     if axes is not None and step.name in ("div", "div_", *_TIMES):
         find_axis(softmax, axes, step.out)
-    before = step.tags.weights(step.out)
-    if before is None or before.softmax is softmax or (softmax.suspect and not before.softmax.suspect):
+    if _takes_precedence(softmax, step.tags.weights(step.out)):
         step.tags.tag_weights(step.out, _after(step, tag._replace(axes=axes), exact))
+
+
+def _is_one_of_each_row(step: _Step, softmax: Softmax) -> bool:
+    """Return whether at most one weight of each row is left."""
+    return step.out.numel() * max(2, softmax.scores.shape[softmax.axis or 0]) <= step.source.numel()
+
+
+def _takes_precedence(softmax: Softmax, before: WeightsTag | None) -> bool:
+    """Return whether a softmax's tag replaces the tag of an output, which comes from another input."""
+    if before is None or before.softmax is softmax:
+        return True
+    return softmax.suspect and not before.softmax.suspect
 
 
 def _depends_on_input(step: _Step, softmax: Softmax) -> bool:
@@ -526,7 +567,7 @@ def _joins_a_stream(step: _Step, softmax: Softmax) -> bool:
     return any(t.shape == step.out.shape and t.is_floating_point() for t in step.operands)
 
 
-def _after(step: _Step, tag: Weights, exact: bool) -> Weights:
+def _after(step: _Step, tag: WeightsTag, exact: bool) -> WeightsTag:
     """Return the tag of weights after an operation; ``exact`` says whether it leaves the entries unchanged."""
     operands = step.operands
     is_product = step.name in _TIMES
@@ -551,7 +592,7 @@ def _keep_probability(step: _Step) -> float | None:
     return next((probability for probability in noise if probability is not None), None)
 
 
-def _summed(step: _Step, tag: Weights, axes: Axes) -> None:
+def _summed(step: _Step, tag: WeightsTag, axes: Axes) -> None:
     """Handle a sum over weights, or over weights times values: over the keys or over other axes."""
     softmax = tag.softmax
     dims = _summed_dims(step)
@@ -576,7 +617,7 @@ def _summed_dims(step: _Step) -> set[int]:
     return {d % ndim for d in dims or range(ndim)}
 
 
-def _refuse_sum(tag: Weights, fixed: bool) -> None:
+def _refuse_sum(tag: WeightsTag, fixed: bool) -> None:
     """Refuse weights that a sum over their keys ends; ``fixed``: their keys are parameters."""
     softmax = tag.softmax
     if tag.added_up and not softmax.of_a_product:
@@ -609,7 +650,7 @@ def _axes_after(step: _Step, axes: Axes) -> tuple[Axes | None, bool]:
         return tuple(order), True
     if source.shape == out.shape:
         return axes, name in ("expand", "slice", "narrow")
-    result = broadcast(axes, source.shape, out.shape)
+    result = broadcast_axes(axes, source.shape, out.shape)
     if result is not None:
         return result, name == "expand"
     return selected(axes, source.shape, out.shape), False

@@ -121,15 +121,15 @@ class ScoreHistory:
         bias = term if self.bias is None else self.bias + term
         return replace(self, bias=bias, lowest=max(self.lowest, lowest(dtype)))
 
-    def filled(self, value: Any, dtype: torch.dtype, kept: Tensor | None = None) -> "ScoreHistory":
-        """Replace some scores by a very low number; ``kept`` marks the other scores, None if unknown."""
+    def filled(self, value: Any, dtype: torch.dtype, rest: Tensor | None = None) -> "ScoreHistory":
+        """Replace some scores by a very low number; ``rest`` marks the other scores, None if unknown."""
         number = as_number(value)
         if number is None or number > FORBIDDING:
             raise UntraceableError
         steep = number if number > lowest(dtype) else None
-        if kept is not None:
-            steep = steep if steep is None or not bool(kept.all()) else None
-            allowed = kept if self.allowed is None else self.allowed & kept
+        if rest is not None:
+            steep = steep if steep is None or not bool(rest.all()) else None
+            allowed = rest if self.allowed is None else self.allowed & rest
             return replace(self, allowed=allowed, forbidding=self.forbidding if steep is None else steep)
         floor = max(number, torch.finfo(torch.float32).min) / 2
         floor = floor if self.floor is None else max(self.floor, floor)
@@ -203,17 +203,17 @@ class ScoreHistory:
         allowed = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed
         return scores, allowed.expand(scores.shape)
 
-    def _equals(self, expected: tuple[Tensor, Tensor], given: Tensor) -> bool:
+    def _equals(self, expected: tuple[Tensor, Tensor], inputs: Tensor) -> bool:
         """Return whether rows are the expected scores up to rounding; not finite ones are the model's."""
         scores, allowed = expected
-        eps = max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, given)))
-        given = given.to(scores.dtype)
+        eps = max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, inputs)))
+        inputs = inputs.to(scores.dtype)
         hidden = ~allowed
-        off = scores - given
+        off = scores - inputs
         most, least = (off.masked_fill(hidden, end) for end in (-torch.inf, torch.inf))
         spread = most.amax(-1) - least.amin(-1)
-        best = given.masked_fill(hidden, -torch.inf).amax(-1)  # NaN or infinite: the model's; -inf: no key
-        sizes = (x.masked_fill(hidden, 0)[best.isfinite()].abs() for x in (scores, given))
+        best = inputs.masked_fill(hidden, -torch.inf).amax(-1)  # NaN or infinite: the model's; -inf: no key
+        sizes = (x.masked_fill(hidden, 0)[best.isfinite()].abs() for x in (scores, inputs))
         size = max([self._reach(), *(float(x.amax()) for x in sizes if x.numel())])
         limit = (8 * eps + 56 * min(eps, torch.finfo(torch.float32).eps)) * size
         return not bool((best.isfinite() & ~(spread <= limit)).any())

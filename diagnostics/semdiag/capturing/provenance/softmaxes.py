@@ -3,24 +3,25 @@
 import math
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from semdiag.capturing.attention_call import Args, Kwargs
+from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.provenance.score_history import ScoreHistory, UntraceableError, scores_alone
 from semdiag.capturing.provenance.tags import (
     Axes,
     AxisPiece,
     History,
-    Scores,
+    InputShapes,
+    ScoresTag,
     Softmax,
     Tags,
-    Weights,
+    WeightsTag,
     address,
-    merged,
+    join_pieces,
     own_axes,
     read_axes,
     tensors,
@@ -68,7 +69,7 @@ class Softmaxes:
         axes = own_axes(result.shape, softmax.number)
         if softmax.one_key:
             self._tags.marks.add("one key")
-        self._tags.tag_weights(result, Weights(softmax, axes, logarithm="log" in name))
+        self._tags.tag_weights(result, WeightsTag(softmax, axes, logarithm="log" in name))
 
     def observe_exponential(self, name: str, args: Sequence[object], out: Tensor, overwritten: bool) -> None:
         """Start to trace an exponential, which may be a softmax whose sum divides later, or is 1 already."""
@@ -83,10 +84,10 @@ class Softmaxes:
         softmax.unit = unit
         axes = own_axes(out.shape, softmax.number)
         find_axis(softmax, axes, out)
-        self._tags.tag_weights(out, Weights(softmax, axes, exact=False))
+        self._tags.tag_weights(out, WeightsTag(softmax, axes, exact=False))
 
     def _start(self, scores: Tensor, axis: int | None, history: History | None, overwritten: bool) -> Softmax:
-        tag: Scores | None = self._tags.scores(scores)
+        tag: ScoresTag | None = self._tags.scores(scores)
         if overwritten:
             scores = self._saved.pop(address(scores), scores)
         number = self._tags.number()
@@ -96,29 +97,41 @@ class Softmaxes:
         return self._open[-1]
 
     def before_write(
-        self, name: str, args: Sequence[object], written: Sequence[Tensor], given: Sequence[Tensor]
+        self, name: str, args: Sequence[object], written: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
         """Save what is still needed of tensors that an operation is about to overwrite."""
         self._saved = {}
         noise = name == "mul_" and any(self._tags.marked(t, "noise") is not None for t in tensors(args[1:]))
         for tensor in written:
-            storage = address(tensor)
-            constant = all(map(self._tags.constant, given))
-            # It may only update parameters: from others, or as a step of an optimiser between passes.
-            idle = not self._recorder.running
-            trained = self._recorder.trained
-            step = is_plain(tensor) and idle and tensor.untyped_storage().data_ptr() in trained
-            fixed = step or (is_plain(tensor) and all(map(self._tags.fixed, given)))
-            known = self._tags.written(tensor, noise, fixed, constant)
-            for softmax in self._open:
-                if not softmax.done and address(softmax.scores) == storage:
-                    with outside_all_modes(tensor.device.type):
-                        softmax.scores = softmax.scores.clone()
-            if name in SOFTMAXES or (name in EXPONENTIALS and known):
-                source = _exponent(name, args)
-                if isinstance(source, Tensor) and address(source) == storage:
-                    with outside_all_modes(tensor.device.type):
-                        self._saved[storage] = source.detach().clone()
+            constant = all(map(self._tags.constant, inputs))
+            tagged = self._tags.written(tensor, noise, self._only_updates(tensor, inputs), constant)
+            self._copy_scores(tensor)
+            if name in SOFTMAXES or (name in EXPONENTIALS and tagged):
+                self._save_exponent(_exponent(name, args), tensor)
+
+    def _only_updates(self, tensor: Tensor, inputs: Sequence[Tensor]) -> bool:
+        """Return whether a write only updates parameters, from others or as an optimiser steps between passes."""
+        if not is_plain(tensor):
+            return False
+        idle = not self._recorder.running
+        if idle and tensor.untyped_storage().data_ptr() in self._recorder.trained:
+            return True
+        return all(map(self._tags.fixed, inputs))
+
+    def _copy_scores(self, tensor: Tensor) -> None:
+        """Copy the scores of open softmaxes that lie in a tensor's storage."""
+        storage = address(tensor)
+        for softmax in self._open:
+            if not softmax.done and address(softmax.scores) == storage:
+                with outside_all_modes(tensor.device.type):
+                    softmax.scores = softmax.scores.clone()
+
+    def _save_exponent(self, source: object, tensor: Tensor) -> None:
+        """Save the input of a softmax or an exponential, if it lies in a tensor's storage."""
+        storage = address(tensor)
+        if isinstance(source, Tensor) and address(source) == storage:
+            with outside_all_modes(tensor.device.type):
+                self._saved[storage] = source.detach().clone()
 
     def release(self, softmax: Softmax) -> None:
         """Mark a softmax as captured, and free its memory."""
@@ -168,8 +181,8 @@ def find_axis(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
     with outside_all_modes(weights.device.type):
         between = bool(((weights > 1e-3) & (weights < 0.999)).any())  # a mask's entries are all 0 or 1
         for d, pieces in enumerate(axes):
-            whole = pieces and (AxisPiece(softmax.number, pieces[0].axis, weights.shape[d], 1),)
-            if pieces and merged(pieces) == whole and between:
+            full_axis = pieces and (AxisPiece(softmax.number, pieces[0].axis, weights.shape[d], 1),)
+            if pieces and join_pieces(pieces) == full_axis and between:
                 total = weights.detach().sum(d, dtype=torch.promote_types(weights.dtype, torch.float32))
                 if not bool(((total - 1).abs() > 16 * torch.finfo(weights.dtype).eps).any()):
                     softmax.axis = pieces[0].axis
@@ -225,7 +238,7 @@ MECHANISM = "softmax provenance"
 class SoftmaxProvenance:
     """Traces score tensors from the product that makes them to the softmax that consumes them."""
 
-    def __init__(self, writes: Callable[[Tensor], int], product: Callable[[Tensor], Scores | None]) -> None:
+    def __init__(self, writes: Callable[[Tensor], int], product: Callable[[Tensor], ScoresTag | None]) -> None:
         self._writes = writes
         self._product_of = product
         self._scores: MutableMapping[Tensor, tuple[ScoreHistory, list[tuple[Tensor, int]]]] = WeakIdKeyDictionary()
@@ -255,35 +268,26 @@ class SoftmaxProvenance:
         """Return a softmax's arguments with -inf as the scores of keys that the recorder's mask drops."""
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        key = scores.ndim - 1
         tag = self._product_of(scores)
-        if dim not in (-1, scores.ndim - 1) or tag is None or tag.keys_fixed(scores.ndim - 1) is not False:
+        if dim not in (-1, key) or tag is None or tag.keys_fixed(key) is not False:
             return args, kwargs, False
         history, stamps = self._true_history(scores, recorder.generator)
-        if history is None and not tag.whole(scores.ndim - 1, scores.shape[-1]):  # a sink may be among the keys
+        if history is None and not tag.whole(key, scores.shape[-1]):  # a sink may be among the keys
             return args, kwargs, False
         with outside_all_modes(scores.device.type):
-            key = scores.ndim - 1
-            q = None if history is None else history.q
-            roles, _ = read_axes(scores.shape, key, tag.rows(key), recorder.shapes, q, tag.axes)
-            own = roles.query is None and history is None  # each query has keys of its own
-            order = [*roles.lead, key] if own else [*range(key + 1)]
-            order = order if roles.query is None else [*roles.lead, roles.query, key]
-            s = scores.detach().permute(order)
-            s = s[..., None, :] if own else s
-            usual = history if order == sorted(order) else None
-            read = scores_alone(s, (*s.shape[:-2], s.shape[-1])) if usual is None else usual
-            heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
-            call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), heads, s)
-        kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
-        if kept is None:
+            arrangement = _arrangement(scores, tag, history, recorder.shapes)
+            s = arrangement.arranged(scores.detach())
+            call = _before_softmax(s, arrangement.usual(history), recorder.heads)
+        kept_keys = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
+        if kept_keys is None:
             return args, kwargs, scores.shape[-1] > 1
-        kept = kept.reshape(s.shape)
-        kept = (kept[..., 0, :] if own else kept).permute([order.index(d) for d in range(scores.ndim)])
-        left = scores.masked_fill(~kept, -torch.inf)
+        kept_keys = arrangement.restored(kept_keys, scores.shape)
+        remaining = scores.masked_fill(~kept_keys, -torch.inf)
         if history is not None:
-            filled = history.filled(-torch.inf, scores.dtype, kept)
-            self._keep(left, replace(filled, checked=True), stamps)
-        return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
+            filled = history.filled(-torch.inf, scores.dtype, kept_keys)
+            self._keep(remaining, replace(filled, checked=True), stamps)
+        return ((remaining, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": remaining}, True)
 
     def _true_history(
         self, scores: Tensor, generator: torch.Generator
@@ -293,9 +297,9 @@ class SoftmaxProvenance:
             return None, []
         history, stamps = self._scores[scores]
         with outside_all_modes(scores.device.type):
-            given = scores.detach()
-            history = history.split(given)
-            return (history, stamps[:-1]) if history.agrees(given, generator) else (None, [])
+            values = scores.detach()
+            history = history.split(values)
+            return (history, stamps[:-1]) if history.agrees(values, generator) else (None, [])
 
     def follow(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Observe an operation that has just run: it makes scores, or changes them, or ends their history."""
@@ -318,8 +322,8 @@ class SoftmaxProvenance:
 
     def _keep(self, tensor: Tensor, history: ScoreHistory, stamps: list[tuple[Tensor, int]]) -> None:
         made = [x for x in (history.q, history.k, history.bias, history.allowed) if x is not None]
-        known = {id(x) for x, _ in stamps}
-        stamps = [*stamps, *((x, self._writes(x)) for x in made if id(x) not in known)]
+        stamped = {id(x) for x, _ in stamps}
+        stamps = [*stamps, *((x, self._writes(x)) for x in made if id(x) not in stamped)]
         detached = tensor.detach()  # shares the storage; the tag must not keep the tensor itself alive
         self._scores[tensor] = history, [*stamps, (detached, self._writes(detached))]
 
@@ -334,43 +338,107 @@ class SoftmaxProvenance:
             self._keep(result, history if added is None else history.plus(added, result.dtype), [])
 
 
+class _Arrangement(NamedTuple):
+    """How the axes of scores become (…, queries, keys)."""
+
+    order: list[int]  # the axes of the scores, the keys' last
+    single_query: bool  # whether each query has keys of its own, so that an axis of length 1 is added for it
+
+    def arranged(self, scores: Tensor) -> Tensor:
+        """Return scores with queries and keys last."""
+        s = scores.permute(self.order)
+        return s[..., None, :] if self.single_query else s
+
+    def restored(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Return values for the arranged scores in the order of the scores' axes."""
+        sizes = [shape[d] for d in self.order]
+        return values.reshape(sizes).permute([self.order.index(d) for d in range(len(shape))])
+
+    def usual(self, history: ScoreHistory | None) -> ScoreHistory | None:
+        """Return the history of scores whose axes stay in order; None for others, to which it does not apply."""
+        return history if self.order == sorted(self.order) else None
+
+
+def _arrangement(
+    scores: Tensor, tag: ScoresTag, history: ScoreHistory | None, inputs: InputShapes
+) -> _Arrangement:
+    """Find which axes of a softmax's input are queries and keys; the keys' is the last."""
+    key = scores.ndim - 1
+    q = None if history is None else history.q
+    roles, _ = read_axes(scores.shape, key, tag.rows(key), inputs, q, tag.axes)
+    if roles.query is None and history is not None:
+        return _Arrangement([*range(key + 1)], False)
+    return _Arrangement([*roles.order, key], roles.query is None)
+
+
+def _before_softmax(scores: Tensor, history: ScoreHistory | None, heads: int | None) -> AttentionCall:
+    """Return a call before its softmax runs: its values and its output are stand-ins."""
+    if history is None:
+        history = scores_alone(scores, (*scores.shape[:-2], scores.shape[-1]))
+    heads = heads or (scores.shape[1] if scores.ndim == 4 else None)
+    return history.call(history.k, history.q.expand(*history.lead, *history.q.shape[-2:]), heads, scores)
+
+
 def _changed(
     history: ScoreHistory, scores: Tensor, name: str, args: Args, kwargs: Kwargs, result: Tensor
 ) -> ScoreHistory:
+    """Return the history of scores that an operation changed."""
+    if name in _VIEWS:
+        return history.viewed(result)
+    if result.shape[-2:] != scores.shape[-2:]:
+        raise UntraceableError
+    history = replace(history, lead=result.shape[:-2])  # another operand may bring axes
+    operation = name.rstrip("_")
     is_method = bool(args) and args[0] is scores
     arguments = dict(zip(_argument_names(name, is_method), args, strict=False)) | kwargs
+    if operation in _FILLING:
+        return _filled(history, scores, operation, arguments, result.dtype)
+    if operation == "tanh":
+        return history.bent()
+    if name == "nan_to_num" or (operation == "dropout" and not _drops(arguments)):
+        return history
+    return _combined(history, scores, operation, arguments, result.dtype)
+
+
+def _combined(
+    history: ScoreHistory, scores: Tensor, operation: str, arguments: Kwargs, dtype: torch.dtype
+) -> ScoreHistory:
+    """Return the history of scores that were multiplied, divided, added to or subtracted from."""
     first = arguments.get("input") is scores
-    dtype = result.dtype
-    other: Any = arguments.get("other") if first else arguments.get("input")
-    if name not in _VIEWS:  # another operand may bring axes
-        if result.shape[-2:] != scores.shape[-2:]:
-            raise UntraceableError
-        history = replace(history, lead=result.shape[:-2])
+    operand: Any = arguments.get("other") if first else arguments.get("input")
     unscaled = arguments.get("alpha", 1) == 1
-    match name.rstrip("_"):
+    match operation:
         case "mul" | "multiply":
-            return history.times(other)
+            return history.times(operand)
         case "div" | "divide" | "true_divide" if first and arguments.get("rounding_mode") is None:
-            return history.times(1 / other)
+            return history.times(1 / operand)
         case "add" if unscaled:
-            return history.plus(other, dtype)
+            return history.plus(operand, dtype)
         case "sub" | "subtract" if first and unscaled:
-            return history.plus(-1.0 * other, dtype)
-        case "masked_fill" if first:
-            return history.filled(arguments["value"], dtype, ~arguments["mask"].bool())
-        case "__setitem" if is_method:
-            return history.filled(args[2], dtype)
-        case "where" if "other" in arguments:
-            kept = arguments["condition"].bool()
-            return history.filled(other, dtype, kept if first else ~kept)
-        case "tanh":
-            return history.bent()
-        case "dropout" | "nan_to_num":
-            if name == "nan_to_num" or not (arguments.get("training", True) and arguments.get("p", 0.5)):
-                return history
-        case _ if name in _VIEWS:
-            return history.viewed(result)
+            return history.plus(-1.0 * operand, dtype)
     raise UntraceableError
+
+
+def _filled(
+    history: ScoreHistory, scores: Tensor, operation: str, arguments: Kwargs, dtype: torch.dtype
+) -> ScoreHistory:
+    """Return the history of scores of which some were overwritten."""
+    first = arguments.get("input") is scores
+    if operation == "masked_fill" and first:
+        return history.filled(arguments["value"], dtype, ~arguments["mask"].bool())
+    if operation == "__setitem" and first:
+        return history.filled(arguments["value"], dtype)
+    if operation == "where" and "other" in arguments:
+        chosen = arguments["condition"].bool()
+        if first:
+            return history.filled(arguments["other"], dtype, chosen)
+        return history.filled(arguments.get("input"), dtype, ~chosen)
+    raise UntraceableError
+
+
+def _drops(arguments: Kwargs) -> bool:
+    """Return whether dropout changes the scores."""
+    return bool(arguments.get("training", True) and arguments.get("p", 0.5))
 
 
 def _argument_names(name: str, is_method: bool) -> tuple[str, ...]:
@@ -380,6 +448,8 @@ def _argument_names(name: str, is_method: bool) -> tuple[str, ...]:
             return ("input", "condition", "other") if is_method else ("condition", "input", "other")
         case "masked_fill":
             return "input", "mask", "value"
+        case "__setitem":
+            return "input", "index", "value"
         case "dropout":
             return "input", "p", "training"
     return "input", "other"
@@ -394,6 +464,7 @@ _CHANGES = (
     *("mul", "mul_", "multiply", "div", "div_", "divide", "true_divide", "add", "add_", "sub", "sub_", "subtract"),
     *("masked_fill", "masked_fill_", "__setitem__", "where", "tanh", "dropout", "nan_to_num"),
 )
+_FILLING = ("masked_fill", "__setitem", "where")
 FOLLOWED = frozenset((*_PRODUCTS, *_VIEWS, *_CHANGES))
 
 MERGED = (
@@ -469,5 +540,5 @@ class MergedBlocks:
         if weights is None or weights.axes is None or weights.softmax.axis is not None or weights.spread:
             return False  # no exponentials, or divided already
         dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
-        pieces = merged(weights.axes[dims[0]]) if len(dims) == 1 else ()
+        pieces = join_pieces(weights.axes[dims[0]]) if len(dims) == 1 else ()
         return weights.softmax.of_a_product and any(p.origin == weights.softmax.number for p in pieces)

@@ -39,6 +39,16 @@ class AxisRoles(NamedTuple):
     lead: tuple[int, ...]  # axes before the queries: samples, then, if there are two or more, heads
     query: int | None  # axis of the queries; None if there is none
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the axes of samples and heads stand in the order of the scores' axes."""
+        return [*self.lead] == sorted(self.lead)
+
+    @property
+    def order(self) -> list[int]:
+        """The axes of samples and heads, then that of the queries, if there is one."""
+        return [*self.lead] if self.query is None else [*self.lead, self.query]
+
 
 def _candidates(ndim: int, key: int, queries: set[int]) -> Iterator[AxisRoles]:
     """Yield possible roles, the most usual first: queries last, heads before them."""
@@ -54,24 +64,41 @@ def read_axes(
     shape: torch.Size, key: int, rows: set[int], inputs: InputShapes, q: Tensor | None, product: Axes | None
 ) -> tuple[AxisRoles, str | None]:
     """Assign roles to the axes of scores: samples times queries must match the running module's input."""
-    # An axis of length 1 may be the queries'.
-    ones = {d for d, size in enumerate(shape) if size == 1 and d != key and (d or len(shape) < 4)}
+    ones = _single_axes(shape, key)
     candidates = [*_candidates(len(shape), key, rows | ones)]
     fitting = _fitting(candidates, shape, inputs)
-    pool = fitting or [r for r in candidates if [*r.lead] == sorted(r.lead) and (r.query in rows or not rows)]
-    pool = [r for r in pool if _is_square(r, shape, key)] or pool
-    if fitting and q is not None:
-        pool = _split_from_features(pool, q)
+    pool = fitting or [r for r in candidates if r.in_order and (r.query in rows or not rows)]
+    pool = _likeliest(pool, shape, key, q if fitting else None)
     roles = pool[0]
     if not rows and len(roles.lead) > 2:
         return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
-    several = len({min(ones) if r.query in ones else r.query for r in pool}) > 1  # those of length 1 are one
-    if several or (not fitting and _is_unusual(roles, candidates[0], shape, key)):
+    if _differ_in_queries(pool, ones) or (not fitting and _is_unusual(roles, candidates[0], shape, key)):
         return roles, MAY_BE_SWAPPED.format("queries and heads")
-    lead_fits = fitting and all(r.lead == roles.lead for r in fitting if r.query == roles.query)
-    if len(roles.lead) == 2 and not lead_fits and _heads_first(roles.lead, shape, inputs, q, product):
+    if not _is_only_lead(roles, fitting) and _heads_first(roles.lead, shape, inputs, q, product):
         return roles, MAY_BE_SWAPPED.format("samples and heads")
     return roles, None
+
+
+def _likeliest(pool: list[AxisRoles], shape: torch.Size, key: int, q: Tensor | None) -> list[AxisRoles]:
+    """Return the possible roles with as many queries as keys, if any; of those, by q, the ones like a split."""
+    square = [r for r in pool if _is_square(r, shape, key)] or pool
+    return square if q is None else _split_from_features(square, q)
+
+
+def _single_axes(shape: torch.Size, key: int) -> set[int]:
+    """Return the axes of length 1 that may be the queries'."""
+    first = 1 if len(shape) > 3 else 0
+    return {d for d in range(first, len(shape)) if shape[d] == 1 and d != key}
+
+
+def _differ_in_queries(pool: list[AxisRoles], ones: set[int]) -> bool:
+    """Return whether possible roles have different queries; those on axes of length 1 are the same."""
+    return len({min(ones) if r.query in ones else r.query for r in pool}) > 1
+
+
+def _is_only_lead(roles: AxisRoles, fitting: list[AxisRoles]) -> bool:
+    """Return whether roles fit the running modules' inputs, and no others with these queries do."""
+    return bool(fitting) and all(r.lead == roles.lead for r in fitting if r.query == roles.query)
 
 
 def _is_unusual(roles: AxisRoles, usual: AxisRoles, shape: torch.Size, key: int) -> bool:
@@ -89,7 +116,9 @@ def _is_square(roles: AxisRoles, shape: torch.Size, key: int) -> bool:
 def _heads_first(
     lead: tuple[int, ...], shape: torch.Size, inputs: InputShapes, q: Tensor | None, product: Axes | None
 ) -> bool:
-    """Return whether the first of two axes before the queries may be the heads'."""
+    """Return whether there are two axes before the queries, and the first may be the heads'."""
+    if len(lead) != 2:
+        return False
     samples = max(1, inputs[0][0]) if inputs and inputs[0] else 1
     first, second = (shape[d] % samples for d in lead)
     return (first != 0 and second == 0) or _crossed(product, q, lead)
@@ -120,7 +149,7 @@ def _fits(roles: AxisRoles, shape: torch.Size, module_input: tuple[int, ...]) ->
         positions.add(module_input[0] * module_input[2])
     samples = roles.lead[:-1] if len(roles.lead) > 1 else roles.lead
     rows = math.prod(shape[d] for d in samples) * (1 if roles.query is None else shape[roles.query])
-    return rows in positions and ([*roles.lead] == sorted(roles.lead) or shape[roles.lead[0]] == module_input[0])
+    return rows in positions and (roles.in_order or shape[roles.lead[0]] == module_input[0])
 
 
 def _split_from_features(candidates: list[AxisRoles], q: Tensor) -> list[AxisRoles]:
@@ -139,8 +168,9 @@ def _crossed(product: Axes | None, q: Tensor | None, lead: tuple[int, ...]) -> b
             return True
     if q is None or q.ndim != 4:
         return False
-    (x, y), (step_x, step_y) = q.shape[:2], q.stride()[:2]
-    return x > 1 < y and step_x < step_y
+    first, second = q.shape[:2]
+    first_step, second_step = q.stride()[:2]
+    return first > 1 < second and first_step < second_step
 
 
 def own_axes(shape: Sequence[int], origin: int) -> Axes:
@@ -172,7 +202,7 @@ def regrouped(axes: Axes, shape: Sequence[int]) -> Axes | None:
     return None if left else tuple(groups)
 
 
-def merged(pieces: Sequence[AxisPiece]) -> tuple[AxisPiece, ...]:
+def join_pieces(pieces: Sequence[AxisPiece]) -> tuple[AxisPiece, ...]:
     """Join neighbouring pieces of one axis where they are contiguous."""
     joined: list[AxisPiece] = []
     for piece in pieces:
@@ -184,7 +214,7 @@ def merged(pieces: Sequence[AxisPiece]) -> tuple[AxisPiece, ...]:
     return tuple(joined)
 
 
-def broadcast(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | None:
+def broadcast_axes(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | None:
     """Return the axes after broadcasting to ``result``; None if ``shape`` cannot be broadcast to it."""
     more = len(result) - len(shape)
     sizes = [*zip((1,) * more + tuple(shape), result, strict=False)]
@@ -207,7 +237,7 @@ def selected(axes: Axes, shape: Sequence[int], result: Sequence[int]) -> Axes | 
 History = tuple[ScoreHistory, Callable[[], bool]]
 
 
-class Scores(NamedTuple):
+class ScoresTag(NamedTuple):
     """Tag of a tensor that came from a product (N, M, D) x (N, D, K), with the places of the product's axes."""
 
     number: int  # number that identifies the product
@@ -259,7 +289,7 @@ class Softmax:
     number: int  # number that identifies it as the origin of axes
     scores: Tensor  # its input
     axis: int | None  # axis that it normalises
-    tag: Scores | None  # product of queries and keys behind its input; None if there is none
+    tag: ScoresTag | None  # product of queries and keys behind its input; None if there is none
     history: History | None  # operations from that product to its input, if they were seen in Python
     heads: int | None  # number of heads, where the surrounding function knows it and the tensors do not
     module: str  # name of the running module
@@ -316,7 +346,7 @@ class Softmax:
         return bool(there) if self.axis is None else self.axis in there or self.scores.shape[self.axis] == 1
 
 
-class Weights(NamedTuple):
+class WeightsTag(NamedTuple):
     """Tag of a tensor that came from a softmax."""
 
     softmax: Softmax
@@ -334,8 +364,8 @@ class _Store:
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # also prevents reuse of its address
-        self.scores: dict[Any, Scores] = {}
-        self.weights: dict[Any, Weights] = {}
+        self.scores: dict[Any, ScoresTag] = {}
+        self.weights: dict[Any, WeightsTag] = {}
         self.fixed = False
         self.marks: dict[str, Any] = {}  # modules, or of noise the probability that it keeps an entry
 
@@ -353,18 +383,18 @@ class Tags:
         self._moving: set[int] = set()  # storages of parameters and buffers that hold something else now
         self.number = count(1).__next__  # returns a new number for a product or a softmax
 
-    def of(self, tensor: Tensor) -> tuple[Scores | None, Weights | None]:
+    def of(self, tensor: Tensor) -> tuple[ScoresTag | None, WeightsTag | None]:
         """Return the tags of a tensor: as scores, and as weights."""
         store = self._stores.get(address(tensor))
         if store is None or not (store.scores or store.weights):
             return None, None
         return store.scores.get(key := _geometry(tensor)), store.weights.get(key)
 
-    def scores(self, tensor: Tensor) -> Scores | None:
+    def scores(self, tensor: Tensor) -> ScoresTag | None:
         """Return a tensor's tag as scores; None if it came from no product."""
         return self.of(tensor)[0]
 
-    def weights(self, tensor: Tensor) -> Weights | None:
+    def weights(self, tensor: Tensor) -> WeightsTag | None:
         """Return a tensor's tag as weights; None if it came from no softmax."""
         return self.of(tensor)[1]
 
@@ -390,7 +420,7 @@ class Tags:
         """Return whether a plain tensor lies in a parameter or a buffer of the model."""
         return _place(tensor) in self._parameters
 
-    def tag_scores(self, tensor: Tensor, tag: Scores, derived: bool = False) -> None:
+    def tag_scores(self, tensor: Tensor, tag: ScoresTag, derived: bool = False) -> None:
         """Tag a tensor as scores; one derived from scores may have a better tag already."""
         store = self._store(tensor)
         key = _geometry(tensor)
@@ -398,7 +428,7 @@ class Tags:
         if present is None or (any(present.fixed) and not any(tag.fixed)):
             store.scores[key] = tag
 
-    def tag_weights(self, tensor: Tensor, tag: Weights) -> None:
+    def tag_weights(self, tensor: Tensor, tag: WeightsTag) -> None:
         """Tag a tensor as weights."""
         self._store(tensor).weights[_geometry(tensor)] = tag
 
