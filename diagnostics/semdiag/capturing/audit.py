@@ -148,21 +148,27 @@ def _ends_alike(call: AttentionCall) -> bool:
 
 def bare_blocks(model: nn.Module, ran: set[str], attentions: set[str]) -> Iterator[tuple[str, str]]:
     """Yield lists of blocks in which some ran without attention, each with a remark."""
-
-    def attends(name: str) -> bool:
-        return any(f"{module}.".startswith(f"{name}.") for module in attentions)
-
     outer: list[str] = []  # prefixes of the names of modules inside lists
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or name.startswith((*outer,)):
             continue
-        blocks = {f"{name}.{key}".lstrip("."): type(block) for key, block in module.named_children()}
-        attending = {block for block in blocks if attends(block)}
-        of_one_list = isinstance(module, nn.ModuleList)
-        kinds = {kind for block, kind in blocks.items() if of_one_list or block in attending}
-        running = [block for block, kind in blocks.items() if kind in kinds and block in ran]
-        bare = len([block for block in running if block not in attending])
-        if of_one_list or len(running) > 1:
+        running, bare = _running_and_bare(name, module, ran, attentions)
+        if isinstance(module, nn.ModuleList) or running > 1:
             outer.append(f"{name}." if name else "")
-        if 0 < bare < len(running):
-            yield name, f"{bare} of {len(running)} blocks ran without softmax attention"
+        if 0 < bare < running:
+            yield name, f"{bare} of {running} blocks ran without softmax attention"
+
+
+def _running_and_bare(name: str, module: nn.Module, ran: set[str], attentions: set[str]) -> tuple[int, int]:
+    """Return how many blocks of a list ran, of a sequence only those like one with attention; and without it."""
+    blocks = {f"{name}.{key}".lstrip("."): type(block) for key, block in module.named_children()}
+    attending = {block for block in blocks if _holds_any(block, attentions)}
+    of_one_list = isinstance(module, nn.ModuleList)
+    kinds = {kind for block, kind in blocks.items() if of_one_list or block in attending}
+    running = [block for block, kind in blocks.items() if kind in kinds and block in ran]
+    return len(running), len([block for block in running if block not in attending])
+
+
+def _holds_any(name: str, modules: set[str]) -> bool:
+    """Return whether a module is one of these modules, or has one inside."""
+    return any(f"{module}.".startswith(f"{name}.") for module in modules)

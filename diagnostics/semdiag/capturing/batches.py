@@ -285,23 +285,31 @@ def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         arguments = {**arguments, **nested}
     both = "decoder_attention_mask" in names or {"src_key_padding_mask", "tgt_key_padding_mask"} <= names
     definitive = not both and any(name in names for name in _OF_OTHER)
-    if isinstance(module, nn.MultiheadAttention):
-        crossing = not _same(arguments.get("query"), arguments.get("key"))
-    else:
-        crossing = not definitive and any(arguments.get(name) is not None for name in _OTHER)
     present = {
         name: arguments.get(name) for name in MASK_NAMES if name in names or arguments.get(name) is not None
     }
-    flat = {name: value for name, value in present.items() if value is None or _is_flat(value)}
-    masks = {name: None if value is None else _real_by(name, value) for name, value in flat.items()}
+    masks = _flat_masks(present)
     return TokenMasks(
         masks,
         definitive,
-        crossing,
+        _crosses(module, arguments, definitive),
         two_sequences=both or bool(names & {*_OTHER, *_TARGET}),
-        more_axes=len(flat) < len(present),
+        more_axes=len(masks) < len(present),
         other_inputs=_has_other_inputs(masks, arguments),
     )
+
+
+def _crosses(module: nn.Module, arguments: Mapping[str, Any], definitive: bool) -> bool:
+    """Return whether queries and keys are of two sequences."""
+    if isinstance(module, nn.MultiheadAttention):
+        return not _same(arguments.get("query"), arguments.get("key"))
+    return not definitive and any(arguments.get(name) is not None for name in _OTHER)
+
+
+def _flat_masks(masks: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """Return which tokens are real by the masks of tokens, None for an absent one; without masks of more axes."""
+    flat = {name: value for name, value in masks.items() if value is None or _is_flat(value)}
+    return {name: None if value is None else _real_by(name, value) for name, value in flat.items()}
 
 
 def _is_flat(value: Any) -> bool:

@@ -74,13 +74,11 @@ class Watched:
         """Note where parameters and constants are now: buffers, tensors of modules, a square input (edges)."""
         if not self.traces:
             return
-        trained, buffers = (
-            {storage.data_ptr() for storage in storages(own)}
-            for own in (self.model.parameters(), self.model.buffers())
-        )
-        for known, now in ((self.trained, trained), (self.parameters, trained | buffers)):
-            known &= now  # other threads read these sets
-            known |= now
+        trained = {storage.data_ptr() for storage in storages(self.model.parameters())}
+        buffers = {storage.data_ptr() for storage in storages(self.model.buffers())}
+        for addresses, now in ((self.trained, trained), (self.parameters, trained | buffers)):
+            addresses &= now  # other threads read these sets
+            addresses |= now
         squares = [x for x in inputs if len(shape := shape_of(x)) > 1 and shape[-1] == shape[-2]]
         edges = squares if len(squares) == 1 else []
         held = storages((*self.model.buffers(), *self._held, *edges))
@@ -131,8 +129,8 @@ class Recorder(threading.local):
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in a parameter that the innermost module got for its run (sharding)."""
         module = self.watched.modules.get(self.module) if self.running else None
-        own = () if module is None else module._parameters.values()
-        gathered = {storage.data_ptr() for storage in storages(own)} - self.parameters
+        tensors = () if module is None else module._parameters.values()
+        gathered = {storage.data_ptr() for storage in storages(tensors)} - self.parameters
         return any(storage.data_ptr() in gathered for storage in storages((tensor,)))
 
     def outside(self, kind: type[nn.Module]) -> str:
@@ -184,20 +182,20 @@ class Recorder(threading.local):
     def opened(self) -> Iterator[None]:
         """Record what this thread or task runs in the context, and what threads without their own watch run."""
         with undone(self._close):
-            _OPEN.set((*(other for other in _OPEN.get() if not other.watched.closed), self))
+            _OPEN.set((*(recorder for recorder in _OPEN.get() if not recorder.watched.closed), self))
             yield
 
     def _close(self) -> None:
         """Stop recording, also in wrappers that outlive the watch; note which blocks had no attention."""
-        _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))
+        _OPEN.set(tuple(recorder for recorder in _OPEN.get() if recorder is not self))
         if self.watched.closed:
             return
         self.watched.closed = True
         ran = self.watched.ran
-        known = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
-        if "" in ran and not known:
+        attentions = {*self.audit.modules, *(skipped.module for skipped in self.audit.skipped)}
+        if "" in ran and not attentions:
             self.remark("no softmax attention was seen while the model ran", "")
-        for name, text in bare_blocks(self.watched.model, ran, known):
+        for name, text in bare_blocks(self.watched.model, ran, attentions):
             self.remark(text, name)
 
     def handed_on(self) -> Callable[[], bool] | None:
@@ -247,9 +245,9 @@ class Recorder(threading.local):
 
     def kept(self, call: AttentionCall) -> Tensor | None:
         """Return the keys that the mask keeps, (B, H, Lq, Lk) bool; None means all."""
-        kept = self.masked(call, None)
-        assert not isinstance(kept, MaskedOutput)
-        return kept
+        kept_keys = self.masked(call, None)
+        assert not isinstance(kept_keys, MaskedOutput)
+        return kept_keys
 
     def masked(self, call: AttentionCall, inputs: Inputs | None) -> Tensor | MaskedOutput | None:
         """Return the keys that the mask keeps, or the output with them where the function may be replaced."""
@@ -367,8 +365,9 @@ def storages(values: Iterable[object]) -> list[torch.UntypedStorage]:
 
 def shape_of(value: object) -> tuple[int, ...]:
     """Return the shape of a plain tensor, or of one under transforms as the model sees it; else ()."""
-    known = is_plain(value) or (isinstance(value, Tensor) and in_transform(value))
-    return tuple(value.shape) if known and isinstance(value, Tensor) else ()
+    if is_plain(value) or (isinstance(value, Tensor) and in_transform(value)):
+        return tuple(value.shape)
+    return ()
 
 
 def _unusable(call: AttentionCall) -> str | None:
@@ -429,20 +428,20 @@ class SharedChange:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the change inside the context."""
-        own = object()
-        with undone(partial(self._let_go, own)):
+        holder = object()
+        with undone(partial(self._let_go, holder)):
             with self._lock:
-                self._holders.add(own)
+                self._holders.add(holder)
                 if self._made is None:
                     self._made = ExitStack()
                     self._made.enter_context(self._change())
             yield
 
-    def _let_go(self, own: object) -> None:
+    def _let_go(self, holder: object) -> None:
         """Undo the change if nobody else holds it; a second call does what the first one left."""
         try:
             with self._lock:
-                self._holders.discard(own)
+                self._holders.discard(holder)
                 if not self._holders and self._made is not None:
                     self._made.close()
                     self._made = None
@@ -454,7 +453,7 @@ class SharedChange:
 @contextmanager
 def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     """Replace a function, in the context, by one that gets the original before its arguments."""
-    own = name in vars(owner)
+    is_defined_there = name in vars(owner)  # else it is inherited
     original = getattr(owner, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -462,7 +461,7 @@ def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
 
     def put_back() -> None:
         if vars(owner).get(name) is replacement:  # else someone replaced it later, and calls ours
-            setattr(owner, name, original) if own else delattr(owner, name)
+            setattr(owner, name, original) if is_defined_there else delattr(owner, name)
 
     with undone(put_back):
         setattr(owner, name, replacement)
@@ -489,25 +488,29 @@ def take_off(mode: object) -> bool:
     return put_below(mode, None)
 
 
-def put_below(mode: object, others: Callable[[object], bool] | None) -> bool:
-    """Move a mode below others, to see what they call; None removes it. Return whether it was in the stack."""
-    stack = [other for other in modes_here() if _kind(other) is _kind(mode)]
+def put_below(mode: object, condition: Callable[[object], bool] | None) -> bool:
+    """Move a mode below those that meet a condition, to see what they call; None removes the mode.
+
+    Return whether it was in the stack.
+    """
+    stack = [entry for entry in modes_here() if _kind(entry) is _kind(mode)]
     if mode not in stack:
         return False
-    own = stack.index(mode)
-    lowest = own if others is None else next((i for i, other in enumerate(stack[:own]) if others(other)), own)
-    above = [mode] * (others is not None) + [other for other in stack[lowest:] if other is not mode]
-    with undone(partial(_restack, _kind(mode), [*stack[:lowest], *above])):
+    rest = [entry for entry in stack if entry is not mode]
+    if condition is not None:
+        place = stack.index(mode)
+        rest.insert(next((i for i, entry in enumerate(stack[:place]) if condition(entry)), place), mode)
+    with undone(partial(_restack, _kind(mode), rest)):
         return True
 
 
-def _restack(kind: Any, wanted: list[Any]) -> None:
-    """Make the modes of a kind those that are wanted, from the lowest on."""
+def _restack(kind: Any, stack: list[Any]) -> None:
+    """Make these the modes of a kind, from the lowest on."""
     now = [mode for mode in modes_here() if _kind(mode) is kind]
-    alike = len([*takewhile(lambda pair: pair[0] is pair[1], zip(now, wanted, strict=False))])
+    alike = len([*takewhile(lambda pair: pair[0] is pair[1], zip(now, stack, strict=False))])
     for mode in reversed(now[alike:]):
         kind.__exit__(mode, None, None, None)
-    for mode in wanted[alike:]:
+    for mode in stack[alike:]:
         kind.__enter__(mode)
 
 

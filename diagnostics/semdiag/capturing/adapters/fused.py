@@ -48,15 +48,15 @@ def watched_caches() -> Iterator[None]:
 
 def cached_keys(keys: Tensor, layer: int | None, queries: int) -> CachedKeys | None:
     """Return the record of a call's keys from a cache; None if there is none."""
-    known: CachedKeys | None = _RETURNED.get(keys)
+    record: CachedKeys | None = _RETURNED.get(keys)
     last = _LAST.keys
-    if known is not None or last is None or (last.ndim, keys.ndim) != (4, 4) or len(last) != len(keys):
-        return known
-    known = _RETURNED.get(last)
-    if known is None or (known.keys, known.new, _LAST.layer) == (keys.shape[2], queries, layer):
-        return known
-    like = known.keys < keys.shape[2] and (last.device, last.dtype) == (keys.device, keys.dtype)
-    return known if like and torch.equal(keys[:, :, : known.keys], last) else None
+    if record is not None or last is None or (last.ndim, keys.ndim) != (4, 4) or len(last) != len(keys):
+        return record
+    record = _RETURNED.get(last)
+    if record is None or (record.keys, record.new, _LAST.layer) == (keys.shape[2], queries, layer):
+        return record
+    like = record.keys < keys.shape[2] and (last.device, last.dtype) == (keys.device, keys.dtype)
+    return record if like and torch.equal(keys[:, :, : record.keys], last) else None
 
 
 def forget_last() -> None:
@@ -82,8 +82,8 @@ def _updated(
         length = layer.get_seq_length()
         if isinstance(length, Tensor) and not layer.is_sliding:
             length = int(length)
-        known = isinstance(length, int)
-        before, room = (max(0, length - count), max(0, count - length)) if known else (None, 0)
+        before = max(0, length - count) if isinstance(length, int) else None
+        room = max(0, count - length) if isinstance(length, int) else 0
         _RETURNED[keys] = CachedKeys(count, key_states.shape[2], before, room)
         _LAST.keys = keys
         _LAST.layer = layer_idx
@@ -108,8 +108,8 @@ class InterfaceCall:
 
     def causal(self, default: bool) -> bool:
         """Return whether the causal rule applies: by the options, else the module, else the default."""
-        given = self.options.get("is_causal")
-        return bool(getattr(self.module, "is_causal", default) if given is None else given)
+        option = self.options.get("is_causal")
+        return bool(getattr(self.module, "is_causal", default) if option is None else option)
 
     @cached_property
     def cached(self) -> CachedKeys | None:
@@ -131,16 +131,16 @@ class InterfaceCall:
         full = isinstance(window, int) and queries < keys and keys >= window + queries - 1
         return before if before is not None or full else 0
 
-    def attention(self, mixed: Tensor, allowed: Tensor | None, **others: Any) -> AttentionCall:
+    def attention(self, mixed: Tensor, allowed: Tensor | None, **fields: Any) -> AttentionCall:
         """Return the attention; layer and occurrence are unknown here."""
         options = self.options
-        sinks = others.pop("sinks", None)
+        sinks = fields.pop("sinks", None)
         sinks = sinks if options.get("s_aux") is None else options["s_aux"]
         sinks = None if sinks is None else sinks.detach().flatten()
         return call_from_tensors(
             self.q, self.k, self.v, mixed.transpose(1, 2), scale=options.get("scaling"), module=self.name,
             allowed=allowed, softcap=options.get("softcap"), sinks=sinks,
-            mechanism=MECHANISM, dropout=float(options.get("dropout") or 0.0), **others,
+            mechanism=MECHANISM, dropout=float(options.get("dropout") or 0.0), **fields,
         )  # fmt: skip
 
 
@@ -153,52 +153,62 @@ class NotFollowedError(Exception):
     """Raised for attention that cannot be described; the message gives the reason."""
 
 
-def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
+def flash_call(arguments: InterfaceCall, output: Tensor) -> AttentionCall:
     """Return a call of a flash-attention kernel."""
-    options = given.options
+    options = arguments.options
     if options.get("cache") is not None or options.get("block_table") is not None:
         raise NotFollowedError("its keys are in the pages of a cache")
-    before = given.keys_before
-    q, k, v = (x.detach().to(output.dtype) for x in (given.q, given.k, given.v))  # as in mixed precision
-    causal = given.causal(True)
+    before = arguments.keys_before
+    q, k, v = (x.detach().to(output.dtype) for x in (arguments.q, arguments.k, arguments.v))  # mixed precision
+    causal = arguments.causal(True)
     window = options.get("sliding_window")
     if window is not None and k.shape[2] <= window:
         window = None
     mask = options.get("attention_mask")
-    if mask is not None:
+    if mask is None:
+        allowed, queries, by_rule = _allowed_in_sequences(_sequences(options, q, k), q, k, causal, window)
+    else:
         if mask.ndim != 2:
             raise NotFollowedError(f"its mask has {mask.ndim} axes, not 2")
-        mask = mask.bool()
         k = k[:, :, : mask.shape[1]]
         v = v[:, :, : mask.shape[1]]  # a static cache has unused room
-    q_length = q.shape[2]
-    k_length = k.shape[2]
-    rule = causal and k_length >= q_length
-    if mask is not None:
-        simple = q_length == k_length and window is None
-        queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
-        real = mask.new_ones(len(mask), 1) if queries is None else queries
-        numbers = real.long() * 0, mask.long() * 0
-        allowed = mask[:, None, None] if simple else _seen((real, mask), numbers, causal, window)
-        by_rule = causal and simple
-    elif (sequences := _sequences(options, q, k)) is not None or window is not None or rule != causal:
-        one = torch.zeros(len(q), max(q_length, k_length), dtype=torch.long, device=q.device)
-        numbers = sequences or (one[:, :q_length], one[:, :k_length])
-        queries = numbers[0] >= 0
-        allowed = _seen((queries, numbers[1] >= 0), numbers, causal, window)
-        by_rule = False
-    else:
-        allowed = None
-        queries = None
-        by_rule = rule
-    return replace(given, q=q, k=k, v=v).attention(
+        allowed, queries, by_rule = _allowed_in_padding(mask.bool(), q.shape[2], k.shape[2], causal, window)
+    return replace(arguments, q=q, k=k, v=v).attention(
         output,
         allowed,
         queries=queries,
         causal=by_rule,
-        first_query=max(0, k_length - q_length) if causal else 0,
+        first_query=max(0, k.shape[2] - q.shape[2]) if causal else 0,
         keys_before=(before if causal else 0) or 0,
     )
+
+
+# Allowed keys and real queries, None for all; and whether a call's causal rule limits the keys further.
+_Limits = tuple[Tensor | None, Tensor | None, bool]
+
+
+def _allowed_in_padding(mask: Tensor, q_length: int, k_length: int, causal: bool, window: int | None) -> _Limits:
+    """Return what queries may attend to under a mask of tokens, (B, Lk) bool."""
+    queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
+    if q_length == k_length and window is None:
+        return mask[:, None, None], queries, causal
+    real = mask.new_ones(len(mask), 1) if queries is None else queries
+    numbers = real.long() * 0, mask.long() * 0
+    return _visible_keys((real, mask), numbers, causal, window), queries, False
+
+
+def _allowed_in_sequences(
+    sequences: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, causal: bool, window: int | None
+) -> _Limits:
+    """Return what queries may attend to in packed sequences, or in one of which all tokens are real."""
+    q_length = q.shape[2]
+    k_length = k.shape[2]
+    if sequences is None and window is None and (k_length >= q_length or not causal):
+        return None, None, causal
+    one = torch.zeros(len(q), max(q_length, k_length), dtype=torch.long, device=q.device)
+    numbers = sequences or (one[:, :q_length], one[:, :k_length])
+    queries = numbers[0] >= 0
+    return _visible_keys((queries, numbers[1] >= 0), numbers, causal, window), queries, False
 
 
 def _sequences(options: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -230,7 +240,9 @@ def _numbered(ends: Tensor, length: int) -> Tensor:
     return number.masked_fill((places < ends[0]) | (places >= ends[-1]), -1)[None]
 
 
-def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: bool, window: int | None) -> Tensor:
+def _visible_keys(
+    real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: bool, window: int | None
+) -> Tensor:
     """Return which keys each query sees, (B, 1, Lq, Lk) bool."""
     ranks = []
     counts = []
@@ -241,15 +253,15 @@ def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: b
         before = (count.cumsum(1) - count).gather(1, number)
         ranks.append(there.cumsum(1) - 1 - before)
         counts.append(count)
-    own = numbers[0].clamp(min=0)
-    place = (ranks[0] + (counts[1] - counts[0]).gather(1, own))[:, :, None]
+    sequence = numbers[0].clamp(min=0)
+    place = (ranks[0] + (counts[1] - counts[0]).gather(1, sequence))[:, :, None]
     keys = ranks[1][:, None]
-    seen = real[0][:, :, None] & real[1][:, None] & (numbers[0][:, :, None] == numbers[1][:, None])
+    visible = real[0][:, :, None] & real[1][:, None] & (numbers[0][:, :, None] == numbers[1][:, None])
     if causal:
-        seen = seen & (keys <= place)
+        visible = visible & (keys <= place)
     if window is not None:
-        seen = seen & ((keys - place).abs() < window)
-    return seen[:, None]
+        visible = visible & ((keys - place).abs() < window)
+    return visible[:, None]
 
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -264,23 +276,16 @@ def fused_call(name: str, args: Args, kwargs: Kwargs, result: Any) -> AttentionC
 
 
 def sdpa_call(
-    given: dict[str, Any], mixed: Tensor, heads: int | None, shapes: Sequence[tuple[int, ...]]
+    arguments: dict[str, Any], mixed: Tensor, heads: int | None, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[AttentionCall, tuple[int, ...], str | None]:
     """Return a call by torch's names of arguments; the order of its axes before the queries; a remark, or None."""
-    q, k, v = (given[name].detach() for name in SDPA[:3])
-    mask = given.get("attn_mask")
-    causal = bool(given.get("is_causal"))
-    first = 0
+    q, k, v = (arguments[name].detach() for name in SDPA[:3])
     mixed = mixed.detach()
-    biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
-    if biases is not None and isinstance(mask, biases.CausalBias):
-        causal = True
-        first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
-        mask = None
+    mask, causal, first = _mask_and_rule(arguments, q.shape[-2], k.shape[-2])
     allowed, bias, forbidding, full = (None,) * 4 if mask is None else split_mask(mask)
     order = tuple(range(mixed.ndim - 2))
     remark = None
-    if given.get("enable_gqa"):
+    if arguments.get("enable_gqa"):
         count = math.lcm(k.shape[-3], v.shape[-3])
         k, v = (x if x.shape[-3] == count else x.repeat_interleave(count // x.shape[-3], -3) for x in (k, v))
         samples = mixed.shape[:-3] or (1,)  # the first of three axes is the heads'
@@ -291,14 +296,27 @@ def sdpa_call(
         if len(lead) > 2:  # (B, H, windows, L, D) or (B, windows, H, L, D)
             order, remark = read_leading(q, k.shape[-2], shapes)
             q, k, v, mixed = (x.permute(*order, -2, -1) for x in (q, k, v, mixed))
-            masks = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (allowed, bias, full))
-            allowed, bias, full = (None if x is None else x.permute(*order, -2, -1) for x in masks)
+            allowed, bias, full = (_permuted(x, lead, order) for x in (allowed, bias, full))
     call = call_from_tensors(
-        q, k, v, mixed, scale=given.get("scale"), heads=heads, full=full, fused=True, allowed=allowed, bias=bias,
-        causal=causal, first_query=first, mechanism="scaled_dot_product_attention", forbidding=forbidding,
-        dropout=float(given.get("dropout_p") or 0.0),
+        q, k, v, mixed, scale=arguments.get("scale"), heads=heads, full=full, fused=True, allowed=allowed,
+        bias=bias, causal=causal, first_query=first, mechanism="scaled_dot_product_attention",
+        forbidding=forbidding, dropout=float(arguments.get("dropout_p") or 0.0),
     )  # fmt: skip
     return call, order, remark
+
+
+def _mask_and_rule(arguments: dict[str, Any], queries: int, keys: int) -> tuple[Any, bool, int]:
+    """Return a call's mask or None, whether the causal rule applies, and the position of query 0 under it."""
+    mask = arguments.get("attn_mask")
+    biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
+    if biases is None or not isinstance(mask, biases.CausalBias):
+        return mask, bool(arguments.get("is_causal")), 0
+    return None, True, keys - queries if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
+
+
+def _permuted(mask: Tensor | None, lead: torch.Size, order: tuple[int, ...]) -> Tensor | None:
+    """Return a mask with the axes before the queries expanded to ``lead``, in another order."""
+    return None if mask is None else mask.expand(*lead, *mask.shape[-2:]).permute(*order, -2, -1)
 
 
 FLEX_MECHANISM = "flex_attention"
@@ -311,18 +329,19 @@ _AXES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0
 
 def flex_call(args: Args, kwargs: Kwargs, mixed: Tensor) -> AttentionCall:
     """Return a call of the operator flex_attention."""
-    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-    q, k, v = (given[name].detach() for name in _ARGUMENTS[:3])
+    arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    q, k, v = (arguments[name].detach() for name in _ARGUMENTS[:3])
     k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
-    blocks = given["block_mask"]
-    score = given["score_mod"]
-    buffers = given.get("score_mod_other_buffers", ())
+    blocks = arguments["block_mask"]
+    score = arguments["score_mod"]
+    buffers = arguments.get("score_mod_other_buffers", ())
+    scale = arguments["scale"]
     with torch.no_grad(), _disable_current_modes(), torch.autocast(q.device.type, enabled=False):
         shape = (*blocks[2].shape[:2], q.shape[2], k.shape[2])
-        allowed = mask_of(blocks[-1], shape, q.device, given.get("mask_mod_other_buffers", ()))
+        allowed = mask_of(blocks[-1], shape, q.device, arguments.get("mask_mod_other_buffers", ()))
         masks: dict[str, Any] = {"allowed": allowed}
         if getattr(score, "__name__", "") != "_identity":
-            call = call_from_tensors(q, k, v, mixed, scale=given["scale"])
+            call = call_from_tensors(q, k, v, mixed, scale=scale)
             scores = call.scores(torch.float64 if q.dtype == torch.float64 else torch.float32)
             modified = _over_all(score, scores.shape, q.device, buffers, scores)
             modified = modified if allowed is None else modified.masked_fill(~allowed, -torch.inf)
@@ -331,7 +350,7 @@ def flex_call(args: Args, kwargs: Kwargs, mixed: Tensor) -> AttentionCall:
             bias = modified - scores
             bias = bias if allowed is None else bias.masked_fill(~allowed, 0.0)
             masks = {"allowed": allowed, "bias": bias, "forbidding": forbidding, "full": full}
-        return call_from_tensors(q, k, v, mixed, scale=given["scale"], mechanism=FLEX_MECHANISM, **masks)
+        return call_from_tensors(q, k, v, mixed, scale=scale, mechanism=FLEX_MECHANISM, **masks)
 
 
 def mask_of(

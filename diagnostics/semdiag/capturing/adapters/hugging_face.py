@@ -24,8 +24,8 @@ def first_query(allowed: Tensor | None, queries: int, keys: int) -> int:
     if allowed is None or queries == keys:
         return keys - queries
     by_any = allowed.any(1)
-    seen = by_any[:, -1].any(0).nonzero()
-    last = max(0, int(seen.max()) + 1 - queries) if len(seen) else keys - queries
+    keys_of_last = by_any[:, -1].any(0).nonzero()  # of the last query
+    last = max(0, int(keys_of_last.max()) + 1 - queries) if len(keys_of_last) else keys - queries
     if by_any.shape[1] < 2 or keys < queries:
         return last
     is_seen, first = by_any.to(torch.uint8).max(1)  # (B, Lk): is a key seen, and by which query first
@@ -95,69 +95,96 @@ def _recorded(recorder: recording.Recorder, implementation: str, attend: Callabl
         if name is None or not recorder.listening:
             return attend(module, query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
         options = dict(zip(_NAMES, args, strict=False)) | kwargs
-        given = InterfaceCall(name, module, implementation, query, key, value, options)
-        full: AttentionCall | None = None
-        kept: Tensor | recording.MaskedOutput | None = None
-        old = options.get("attention_mask")
-        plain = recording.is_plain(query) and (old is None or (isinstance(old, Tensor) and old.ndim == 4))
-        if recorder.masking and implementation in ("eager", "sdpa") and plain and _sinks_known(given):
-            full = _call(given, query.transpose(1, 2))
-            learned = any(isinstance(x, Tensor) and x.requires_grad for x in options.values())  # a position bias
-            learned |= any(map(recording.has_tangent, (query, key, value, *options.values())))
-            sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
-            # Transformers' function on torch's own; one that another recorder or a user put there is another.
-            alone = attend is getattr(sdpa, "sdpa_attention_forward", None) and not learned
-            kept = recorder.masked(full, (query, key, value) if alone else None)
-            if isinstance(kept, Tensor):
-                given = replace(given, options=options | _masked(given, kept))
-            args = ()
-            kwargs = given.options
-        if isinstance(kept, recording.MaskedOutput):
-            output: tuple[Tensor, Tensor | None] = kept.output.transpose(1, 2).contiguous(), None
-            kept = None  # who watches the masked model from outside gets a mask: the function is another then
-        else:
-            with recorder.covering():
-                output = attend(module, query, key, value, *args, **kwargs)
+        arguments = InterfaceCall(name, module, implementation, query, key, value, options)
+        if recorder.masking and _takes_mask(arguments):
+            return _attend_masked(recorder, arguments, attend)
+        with recorder.covering():
+            output: tuple[Tensor, Tensor | None] = attend(module, query, key, value, *args, **kwargs)
         with recorder.guarded(implementation, name), recording.outside_all_modes(query.device.type):
-            if full is not None and kept is not None:
-                if _ignored(full, kept, *output[:2]):
-                    recorder.skip(implementation, IGNORED, name)
-                    return output
-                allowed = kept if full.allowed is None else kept & full.allowed
-                full = replace(full, allowed=allowed, causal=False)  # a query without any key keeps none
-            _record(recorder, given, output[0], full)
+            _record(recorder, arguments, output[0])
         return output
 
     return attention
 
 
-def _sinks_known(given: InterfaceCall) -> bool:
+def _attend_masked(
+    recorder: recording.Recorder, arguments: InterfaceCall, attend: Callable[..., Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Attend under the recorder's mask, and record the call."""
+    implementation = arguments.implementation
+    inputs = arguments.q, arguments.k, arguments.v
+    call = _call(arguments, arguments.q.transpose(1, 2))  # its output is not known yet
+    kept_keys = recorder.masked(call, inputs if _is_replaceable(arguments, attend) else None)
+    if isinstance(kept_keys, Tensor):
+        arguments = replace(arguments, options=arguments.options | _masked(arguments, kept_keys))
+    if isinstance(kept_keys, recording.MaskedOutput):
+        output: tuple[Tensor, Tensor | None] = kept_keys.output.transpose(1, 2).contiguous(), None
+        kept_keys = None  # who watches the masked model from outside gets a mask: the function is another then
+    else:
+        with recorder.covering():
+            output = attend(arguments.module, *inputs, **arguments.options)
+    with recorder.guarded(implementation, arguments.name), recording.outside_all_modes(arguments.q.device.type):
+        if kept_keys is not None:
+            if _ignored(call, kept_keys, *output[:2]):
+                recorder.skip(implementation, IGNORED, arguments.name)
+                return output
+            allowed = kept_keys if call.allowed is None else kept_keys & call.allowed
+            call = replace(call, allowed=allowed, causal=False)  # a query without any key keeps none
+        _record(recorder, arguments, output[0], call)
+    return output
+
+
+def _takes_mask(arguments: InterfaceCall) -> bool:
+    """Return whether a function takes a mask, and all its arguments are understood."""
+    if arguments.implementation not in ("eager", "sdpa") or not recording.is_plain(arguments.q):
+        return False
+    return _is_of_four_axes(arguments.options.get("attention_mask")) and _sinks_known(arguments)
+
+
+def _is_of_four_axes(mask: object) -> bool:
+    """Return whether a mask is absent, or a tensor (B, 1 or H, Lq, Lk)."""
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)
+
+
+def _is_replaceable(arguments: InterfaceCall, attend: Callable[..., Any]) -> bool:
+    """Return whether a function is Transformers' on torch's, no recorder's or user's, and learns no bias."""
+    sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
+    if attend is not getattr(sdpa, "sdpa_attention_forward", None):
+        return False
+    options = arguments.options.values()
+    if any(isinstance(x, Tensor) and x.requires_grad for x in options):  # a position bias
+        return False
+    return not any(map(recording.has_tangent, (arguments.q, arguments.k, arguments.v, *options)))
+
+
+def _sinks_known(arguments: InterfaceCall) -> bool:
     """Return whether eager attention's ``sinks`` are one per head, or one per query and head."""
-    sinks = given.options.get("sinks")
-    if sinks is None or given.implementation != "eager":
+    sinks = arguments.options.get("sinks")
+    if sinks is None or arguments.implementation != "eager":
         return True
-    rows = (*given.q.shape[:3], 1)
+    rows = (*arguments.q.shape[:3], 1)
     shaped = isinstance(sinks, Tensor) and (sinks.shape == rows or sinks.numel() == sinks.shape[-1] == rows[1])
     return shaped and bool(sinks.isfinite().all())
 
 
-def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
-    mask, _ = _mask(given)
-    kept = kept[:, :1] if kept.stride(1) == 0 else kept  # heads with the same keys need one mask
-    if mask is None and given.implementation == "eager":  # eager attention adds the mask to the scores
-        mask = given.q.new_zeros(())
+def _masked(arguments: InterfaceCall, kept_keys: Tensor) -> dict[str, Any]:
+    """Return the options that limit a call to the kept keys."""
+    mask, _ = _mask(arguments)
+    if kept_keys.stride(1) == 0:  # heads with the same keys need one mask
+        kept_keys = kept_keys[:, :1]
+    if mask is None and arguments.implementation == "eager":  # eager attention adds the mask to the scores
+        mask = arguments.q.new_zeros(())
     if mask is None or mask.dtype == torch.bool:
-        combined = kept if mask is None else kept & mask[..., : kept.shape[-1]]
+        combined = kept_keys if mask is None else kept_keys & mask[..., : kept_keys.shape[-1]]
     else:
-        mask = mask if mask.ndim < 4 else mask[..., : kept.shape[-1]]
-        combined = kept.to(mask.dtype).sub_(1).mul_(torch.finfo(mask.dtype).max) + mask
-    return {"attention_mask": combined, **({"is_causal": False} if "is_causal" in given.options else {})}
+        mask = mask if mask.ndim < 4 else mask[..., : kept_keys.shape[-1]]
+        combined = kept_keys.to(mask.dtype).sub_(1).mul_(torch.finfo(mask.dtype).max) + mask
+    return {"attention_mask": combined, **({"is_causal": False} if "is_causal" in arguments.options else {})}
 
 
-def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor | None = None) -> bool:
+def _ignored(full: AttentionCall, kept_keys: Tensor, output: Tensor, weights: Tensor | None = None) -> bool:
     """Return whether a function attended to keys that it should leave out."""
-    whole = allowed_mask(full.part())
-    dropped = whole & ~kept
+    dropped = allowed_mask(full.part()) & ~kept_keys
     if full.dropout:
         shown = isinstance(weights, Tensor) and weights.shape == dropped.shape
         return shown and bool(weights.masked_select(dropped).any())  # type: ignore[union-attr]
@@ -165,13 +192,13 @@ def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor 
     count = count_true(dropped[sample]).sum((0, 1))
     rows = count.topk(min(_CHECKED, len(count))).indices
     part = replace(full, mixed=output.detach().transpose(1, 2)).part(sample, rows)
-    kept = kept[sample][:, :, rows]
+    kept_keys = kept_keys[sample][:, :, rows]
     affected = dropped[sample][:, :, rows].any(-1)
     dtype = torch.promote_types(torch.float32, output.dtype)
     scores = part.scores(dtype).masked_fill(~allowed_mask(part), -torch.inf)
     v = part.v.to(dtype).repeat_interleave(scores.shape[1] // part.v.shape[1], 1)
     far = []
-    for z in (scores, scores.masked_fill(~kept, -torch.inf)):
+    for z in (scores, scores.masked_fill(~kept_keys, -torch.inf)):
         if part.sinks is not None:
             z = torch.cat([z, part.sinks.to(dtype)[:, None, None].expand(*z.shape[:-1], 1)], -1)
         expected = z.softmax(-1)[..., : scores.shape[-1]] @ v
@@ -179,102 +206,119 @@ def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor 
     return bool(far[0] < far[1] / 4)
 
 
-def _mask(given: InterfaceCall) -> tuple[Any, bool]:
+def _mask(arguments: InterfaceCall) -> tuple[Any, bool]:
     """Return the mask as it is used, and whether eager attention adds bools to the scores as 0 and 1."""
-    mask: Any = given.options.get("attention_mask")
-    adds = given.implementation == "eager" and isinstance(mask, Tensor) and mask.dtype == torch.bool
-    return (mask.to(given.q.dtype) if adds else mask), adds
+    mask: Any = arguments.options.get("attention_mask")
+    adds = arguments.implementation == "eager" and isinstance(mask, Tensor) and mask.dtype == torch.bool
+    return (mask.to(arguments.q.dtype) if adds else mask), adds
 
 
 def _record(
-    recorder: recording.Recorder, given: InterfaceCall, output: Tensor, known: AttentionCall | None = None
+    recorder: recording.Recorder,
+    arguments: InterfaceCall,
+    output: Tensor,
+    before_output: AttentionCall | None = None,
 ) -> None:
-    """Record a call; ``known`` is the call without its output, if it was described before."""
-    name = given.name
-    implementation = given.implementation
-    q = given.q
-    mask: Any = given.options.get("attention_mask")
+    """Record a call; ``before_output`` is the call without its output, if it was described before."""
+    name = arguments.name
+    implementation = arguments.implementation
+    q = arguments.q
+    mask: Any = arguments.options.get("attention_mask")
     flash = "flash" in implementation and not implementation.startswith("paged|")
     if implementation == "flex_attention" and hasattr(mask, "mask_mod") and recording.is_plain(q):
         with recorder.covering():
-            mask = mask_of(mask.mask_mod, (*mask.shape[:2], q.shape[2], given.k.shape[2]), q.device)
-    reason = None
-    if not recording.is_plain(q):
-        reason = recording.not_plain(q)
-    elif implementation not in _UNDERSTOOD and not flash:
-        reason = _LOAD
-    elif not _sinks_known(given):
-        reason = "its sinks have an unknown form"
-    elif not flash and not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)):
-        reason = f"its mask is a {type(mask).__name__} of an unknown kind"
+            mask = mask_of(mask.mask_mod, (*mask.shape[:2], q.shape[2], arguments.k.shape[2]), q.device)
+    reason = _refusal(arguments, mask, flash)
     if reason is not None:
         recorder.skip(implementation, reason, name)
         return
-    if known is not None:
-        call = replace(known, mixed=output.detach().transpose(1, 2))
+    if before_output is not None:
+        call = replace(before_output, mixed=output.detach().transpose(1, 2))
     elif flash:
         try:
-            call = flash_call(given, output)
+            call = flash_call(arguments, output)
         except NotFollowedError as error:
             recorder.skip(implementation, f"{error}: {_LOAD}", name)
             return
     else:
-        call = _call(replace(given, options=given.options | {"attention_mask": mask}), output)
+        call = _call(replace(arguments, options=arguments.options | {"attention_mask": mask}), output)
     recorder.record(call)
-    _note_place(recorder, given, call, given.causal(flash or implementation == "sdpa"))
-    if _mask(given)[1]:
+    _note_place(recorder, arguments, call, arguments.causal(flash or implementation == "sdpa"))
+    if _mask(arguments)[1]:
         recorder.remark(_ADDED, name)
 
 
-def _note_place(recorder: recording.Recorder, given: InterfaceCall, call: AttentionCall, causal: bool) -> None:
+def _refusal(arguments: InterfaceCall, mask: object, flash: bool) -> str | None:
+    """Return why a call cannot be described; None if it can."""
+    if not recording.is_plain(arguments.q):
+        return recording.not_plain(arguments.q)
+    if arguments.implementation not in _UNDERSTOOD and not flash:
+        return _LOAD
+    if not _sinks_known(arguments):
+        return "its sinks have an unknown form"
+    if not flash and not _is_of_four_axes(mask):
+        return f"its mask is a {type(mask).__name__} of an unknown kind"
+    return None
+
+
+def _note_place(recorder: recording.Recorder, arguments: InterfaceCall, call: AttentionCall, causal: bool) -> None:
+    """Note where positions are counted from, and keys that follow the tokens'."""
     places = call.first_query, call.first_query + call.q.shape[2]
-    if causal and places[0] and given.keys_before is None:
-        recorder.remark(_NO_PLACE, given.name)
+    if causal and places[0] and arguments.keys_before is None:
+        recorder.remark(_NO_PLACE, arguments.name)
     by_place = causal and not call.causal
     # Queries attend to keys after their tokens', which a cache's unused room does not allow.
-    behind = places[1] < call.k.shape[2] and (by_place or given.more_keys)
+    behind = places[1] < call.k.shape[2] and (by_place or arguments.more_keys)
     if behind and (call.allowed is None or bool(call.allowed[..., places[1] :].any())):
-        recorder.remark(_OTHERS, given.name)
+        recorder.remark(_OTHERS, arguments.name)
 
 
-def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
-    implementation = given.implementation
-    options = given.options
-    (mask, _), bias = _mask(given), options.get("position_bias")
-    q_length = given.q.shape[2]
-    k_length = given.k.shape[2]
-    causal = given.causal(implementation == "sdpa")
+def _call(arguments: InterfaceCall, output: Tensor) -> AttentionCall:
+    """Return a call of eager, torch's or flex attention; its mask is a tensor or None."""
+    fused = arguments.implementation == "sdpa"
+    bias = arguments.options.get("position_bias")
+    mask, _ = _mask(arguments)
+    q_length = arguments.q.shape[2]
+    causal = arguments.causal(fused)
     allowed = None
     forbidding = None
     full = None
     if mask is not None:
-        mask = mask[..., :k_length]
+        mask = mask[..., : arguments.k.shape[2]]
         if bias is not None:  # judged as a sum, among the remaining keys
             mask = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
         allowed, bias, forbidding, full = split_mask(mask)
-    sinks = getattr(given.module, "sinks", None) if implementation == "eager" else None
-    if implementation == "eager" and options.get("sinks") is not None:
-        sinks = options["sinks"].detach()
-        if sinks.ndim == 4:  # one per query: shift each row to a sink of 0
-            bias = (0.0 if bias is None else bias) - sinks.to(torch.promote_types(sinks.dtype, torch.float32))
-            sinks = sinks.new_zeros(sinks.shape[1])
-    by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
-    cached = given.cached
+    sinks, bias = _eager_sinks(arguments, bias)
+    by_rule = causal and mask is None and q_length > 1 and fused
+    cached = arguments.cached
     behind = cached is not None and cached.new == q_length < cached.keys  # behind a prefix, whatever they see
-    from_cache = not by_rule and (causal or given.more_keys or behind)
-    return given.attention(
+    from_cache = not by_rule and (causal or arguments.more_keys or behind)
+    return arguments.attention(
         output, allowed, bias=bias, sinks=sinks, causal=by_rule, forbidding=forbidding, full=full,
-        first_query=_first_query(given, allowed) if from_cache else 0, fused=implementation == "sdpa",
-        keys_before=(given.keys_before if from_cache else 0) or 0,
+        first_query=_first_query(arguments, allowed) if from_cache else 0, fused=fused,
+        keys_before=(arguments.keys_before if from_cache else 0) or 0,
     )  # fmt: skip
 
 
-def _first_query(given: InterfaceCall, allowed: Tensor | None) -> int:
+def _eager_sinks(arguments: InterfaceCall, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return eager attention's sinks (H,) or None, and the bias, from which those of single queries are taken."""
+    if arguments.implementation != "eager":
+        return None, bias
+    if arguments.options.get("sinks") is None:
+        return getattr(arguments.module, "sinks", None), bias
+    sinks = arguments.options["sinks"].detach()
+    if sinks.ndim != 4:
+        return sinks, bias
+    shift = sinks.to(torch.promote_types(sinks.dtype, torch.float32))  # shift each row to a sink of 0
+    return sinks.new_zeros(sinks.shape[1]), (0.0 if bias is None else bias) - shift
+
+
+def _first_query(arguments: InterfaceCall, allowed: Tensor | None) -> int:
     """Return the position of query 0, from the cache's count of tokens or else from the mask."""
-    cached = given.cached
-    queries = given.q.shape[2]
+    cached = arguments.cached
+    queries = arguments.q.shape[2]
     if cached is None:
-        return first_query(allowed, queries, given.k.shape[2])
+        return first_query(allowed, queries, arguments.k.shape[2])
     if cached.before is not None and cached.new == queries:
         return cached.keys - cached.room - queries
     return first_query(None if allowed is None else allowed[..., : cached.keys], queries, cached.keys)
@@ -298,8 +342,9 @@ def attends_by_interface(model: nn.Module) -> bool:
     if not hasattr(_interface(), "get_interface"):
         return False
     kinds: set[Any] = {type(part) for part in model.modules()}
-    known = any(map(_is_of_library, kinds)) and all(_is_plain(kind) for kind in kinds)
-    return known and not any(map(_changed, model.modules()))
+    if not any(map(_is_of_library, kinds)) or not all(map(_is_plain, kinds)):
+        return False
+    return not any(map(_changed, model.modules()))
 
 
 def _is_of_library(kind: type) -> bool:

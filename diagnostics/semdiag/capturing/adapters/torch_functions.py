@@ -90,15 +90,13 @@ class FunctionWatch(TorchFunctionMode):
         recording.take_off(self)
 
     def _scaled_dot_product_attention(self, func: recording.Once, args: Args, kwargs: Kwargs) -> Any:
-        given = dict(zip(SDPA, args, strict=False)) | kwargs
+        arguments = dict(zip(SDPA, args, strict=False)) | kwargs
         mixed: Tensor | None = None
-        if self.recorder.masking and all(recording.is_plain(given[name]) for name in SDPA[:3]):
-            others = (mode for mode in recording.modes_here() if mode not in (self, self._below))
-            watched = any(isinstance(mode, FunctionWatch | OperationWatch) for mode in others)
-            changes, mixed = _masked(self.recorder, given, replaceable=not watched)
-            given |= changes
-            args = tuple(given[name] for name in SDPA[:3])
-            kwargs = {name: value for name, value in given.items() if name not in SDPA[:3]}
+        if self.recorder.masking and all(recording.is_plain(arguments[name]) for name in SDPA[:3]):
+            changes, mixed = _masked(self.recorder, arguments, watched=self._is_watched())
+            arguments |= changes
+            args = tuple(arguments[name] for name in SDPA[:3])
+            kwargs = {name: value for name, value in arguments.items() if name not in SDPA[:3]}
         if mixed is None:
             with self.recorder.covering():
                 mixed = func(*args, **kwargs)
@@ -106,12 +104,17 @@ class FunctionWatch(TorchFunctionMode):
             self.recorder.skip(MECHANISM, recording.not_plain(mixed))
             return mixed
         with self.recorder.guarded(MECHANISM), recording.outside_all_modes(mixed.device.type):
-            call, _, remark = sdpa_call(given, mixed, self.recorder.heads, self.recorder.shapes)
+            call, _, remark = sdpa_call(arguments, mixed, self.recorder.heads, self.recorder.shapes)
             self.recorder.record(call)
             if remark is not None:
                 self.recorder.remark(remark)
             self._below.merged.mark_output(mixed)
         return mixed
+
+    def _is_watched(self) -> bool:
+        """Return whether another watch sees this thread's operations."""
+        modes = (mode for mode in recording.modes_here() if mode not in (self, self._below))
+        return any(isinstance(mode, FunctionWatch | OperationWatch) for mode in modes)
 
     def _multi_head_attention_forward(self, func: recording.Once, args: Args, kwargs: Kwargs) -> Any:
         """Keep watching inside: with weights it is a softmax by hand, without them a fused attention."""
@@ -144,33 +147,48 @@ _WATCHED = frozenset((*_SOFTMAX, *_SPECIAL, *FOLLOWED))
 
 def _not_overridden(func: FunctionType) -> FunctionType:
     """Return a copy that asks no override, because it runs inside a mode, which sees its calls."""
-    known = func.__globals__ | {"has_torch_function": lambda tensors: False}
-    copy = FunctionType(func.__code__, known, func.__name__, func.__defaults__, func.__closure__)
+    variables = func.__globals__ | {"has_torch_function": lambda tensors: False}
+    copy = FunctionType(func.__code__, variables, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
 
 def _masked(
-    recorder: recording.Recorder, given: dict[str, Any], replaceable: bool
+    recorder: recording.Recorder, arguments: dict[str, Any], watched: bool
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Return the arguments that change under the recorder's mask, and the output if it replaces the function."""
-    q, k, v = (given[name] for name in SDPA[:3])
-    shared = ((*x.shape[:-3], 1) if given.get("enable_gqa") else x.shape[:-2] for x in (k, v))
+    q, k, v = (arguments[name] for name in SDPA[:3])
+    shared = ((*x.shape[:-3], 1) if arguments.get("enable_gqa") else x.shape[:-2] for x in (k, v))
     lead: torch.Size = torch.broadcast_shapes(q.shape[:-2], *shared)  # type: ignore[no-untyped-call]
-    call, order, _ = sdpa_call(given, q.expand(*lead, *q.shape[-2:]), recorder.heads, recorder.shapes)
-    mask = given.get("attn_mask")
-    replaceable = replaceable and q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == v.shape[:2]
-    replaceable = replaceable and q.shape[:2] == call.q.shape[:2] and k.shape[:2] == call.k.shape[:2]
-    replaceable = replaceable and not (mask is not None and mask.requires_grad)
-    replaceable = replaceable and not any(map(recording.has_tangent, (q, k, v, mask)))
-    kept = recorder.masked(call, (q, k, v) if replaceable else None)
-    if kept is None or isinstance(kept, recording.MaskedOutput):
-        return {}, None if kept is None else kept.output
-    kept = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:])
-    kept = kept.permute(*(order.index(d) for d in range(len(order))), -2, -1)
-    if recording.is_plain(mask):  # else a causal rule already limits the kept keys
-        kept = kept & mask if mask.dtype == torch.bool else mask.expand(kept.shape).masked_fill(~kept, -math.inf)
-    return {"attn_mask": kept, "is_causal": False}, None
+    call, order, _ = sdpa_call(arguments, q.expand(*lead, *q.shape[-2:]), recorder.heads, recorder.shapes)
+    mask = arguments.get("attn_mask")
+    replaceable = not watched and _is_replaceable((q, k, v), mask, call)
+    kept_keys = recorder.masked(call, (q, k, v) if replaceable else None)
+    if kept_keys is None:
+        return {}, None
+    if isinstance(kept_keys, recording.MaskedOutput):
+        return {}, kept_keys.output
+    kept_keys = kept_keys.reshape(*(lead[d] for d in order), *kept_keys.shape[-2:])
+    kept_keys = kept_keys.permute(*(order.index(d) for d in range(len(order))), -2, -1)
+    if not recording.is_plain(mask):  # a causal rule already limits the kept keys
+        combined = kept_keys
+    elif mask.dtype == torch.bool:
+        combined = kept_keys & mask
+    else:
+        combined = mask.expand(kept_keys.shape).masked_fill(~kept_keys, -math.inf)
+    return {"attn_mask": combined, "is_causal": False}, None
+
+
+def _is_replaceable(inputs: recording.Inputs, mask: Tensor | None, call: AttentionCall) -> bool:
+    """Return whether an output may replace a call's: its inputs have the call's axes, and no other gradient."""
+    q, k, v = inputs
+    if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:2] == v.shape[:2]):
+        return False
+    if q.shape[:2] != call.q.shape[:2] or k.shape[:2] != call.k.shape[:2]:
+        return False
+    if mask is not None and mask.requires_grad:
+        return False
+    return not any(map(recording.has_tangent, (q, k, v, mask)))
 
 
 CORE_MECHANISM = "hook"
@@ -208,12 +226,12 @@ def core_call(name: str, core: AttentionCore, inputs: Args, mixed: Tensor) -> At
 def masked_inputs(recorder: recording.Recorder, core: AttentionCore, inputs: Args) -> Args | None:
     """Return a core's inputs with only the keys selected that the recorder's mask keeps; None if unchanged."""
     call = core_call("", core, inputs, inputs[2])
-    kept = recorder.kept(call)
-    if kept is None:
+    kept_keys = recorder.kept(call)
+    if kept_keys is None:
         return None
-    kept = kept & allowed_mask(call.part())
-    first, places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-    most = int(kept.sum(-1).max())
+    kept_keys = kept_keys & allowed_mask(call.part())
+    first, places = kept_keys.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+    most = int(kept_keys.sum(-1).max())
     return *inputs[:5], places[..., :most].masked_fill(first[..., :most] == 0, -1)
 
 
@@ -225,10 +243,10 @@ def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tens
     length = selected.shape[2]
     keys = torch.arange(length, device=selected.device).expand(len(selected), -1)
     keys = keys if valid is None else keys.where(valid, -1)
-    whole = F.pad(selected, (0, max(0, length - selected.shape[3])), value=-1)
+    filled = F.pad(selected, (0, max(0, length - selected.shape[3])), value=-1)
     for rows in (slice(first), slice(length - last, length)):
-        whole[:, :, rows, :length] = keys[:, None, None, :]
-    return whole
+        filled[:, :, rows, :length] = keys[:, None, None, :]
+    return filled
 
 
 def _made(new: Callable[..., Tensor], kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
