@@ -284,7 +284,7 @@ def _top_scores(choice: Choice) -> tuple[Tensor, Tensor]:
         if fixed is not None:
             free = ~fixed if free is None else free & ~fixed
         scores = Scores(call.q, call.k, call.scale, free, call.bias, None, call.causal, call.first_query)
-        rows = kernels.kernel_rows(scores, most, None, False)[0]
+        rows = kernels.rows_by_kernels(scores, most, None, False)[0]
         return rows["top"], rows["order"]
     top = torch.empty(*call.q.shape[:3], most + 1, device=call.q.device)
     order = torch.empty(*call.q.shape[:3], most, dtype=torch.int32, device=call.q.device)

@@ -165,7 +165,8 @@ def truncations(
         log_other_keys[b, h, r] = torch.logaddexp(score, besides.logsumexp(-1))
         output = _whole(strip, log_sum, head_values, sink)
         moved = sums.div_(mass.add_(sink[..., None])[..., None]).sub_(output[..., None, :])
-        size[b, h, r], change[b, h, r] = output.norm(dim=-1), moved.norm(dim=-1)
+        size[b, h, r] = output.norm(dim=-1)
+        change[b, h, r] = moved.norm(dim=-1)
         if projected is not None and projection is not None:
             by_head = moved.transpose(0, 1)
             written = by_head.flatten(1, 3) @ projection[h].to(moved.dtype)

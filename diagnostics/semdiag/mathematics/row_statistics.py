@@ -289,7 +289,7 @@ def row_statistics(
     scores = Scores(q, k, scale, allowed, bias, softcap, causal, first_query, queries, places)
     if q.is_cuda and kernels.refusal(q, selected, top) is None:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            rows, load, weights = kernels.kernel_rows(scores, top, sinks, received)
+            rows, load, weights = kernels.rows_by_kernels(scores, top, sinks, received)
     else:
         rows, load, weights = _strip_rows(scores, selected, top, sinks, received)
     ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int32, device=q.device)

@@ -89,10 +89,7 @@ class Scores:
 
     def _strip(self, b: slice, h: slice, r: slice, memory: Tensor) -> ScoreStrip:
         places = None if self.places is None else self.places[b, h, r]
-        last = r.stop if places is None else self.k.shape[2]
-        if places is not None and self.causal and not places.is_cuda:  # an accelerator is not waited for
-            last = int(places.max()) + 1
-        visible = min(self.k.shape[2], max(1, self.first_query + last)) if self.causal else self.k.shape[2]
+        visible = self._visible(r, places)
         shape = b.stop - b.start, h.stop - h.start, r.stop - r.start, visible
         scores, spare = (part[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape) for part in memory)
         # One product per key head: the queries of all heads that share it are concatenated.
@@ -107,17 +104,32 @@ class Scores:
         bias, allowed = (_part(values, b, h, r, visible, places) for values in (self.bias, self.allowed))
         if bias is not None:
             scores += bias
-        future = None
-        if self.causal and places is not None:
-            past = torch.arange(visible, device=scores.device) <= self.first_query + places[..., None]
-            allowed = past if allowed is None else allowed & past
-        elif self.causal:
-            future = self._future(r, visible, scores.device)
-        if future is not None and allowed is not None:
-            hidden = torch.nn.functional.pad(future, (visible - future.shape[1], 0))
-            allowed = allowed & ~hidden
-            future = None
+        allowed, future = self._by_rule(allowed, r, visible, places)
         return ScoreStrip(b, h, r, scores, spare, allowed, future, self._counted(b, r, places))
+
+    def _visible(self, r: slice, places: Tensor | None) -> int:
+        """Return the number of keys, at least one, up to the last that a query of a strip may see."""
+        if not self.causal:
+            return self.k.shape[2]
+        last = r.stop if places is None else self.k.shape[2]
+        if places is not None and not places.is_cuda:  # an accelerator is not waited for
+            last = int(places.max()) + 1
+        return min(self.k.shape[2], max(1, self.first_query + last))
+
+    def _by_rule(
+        self, allowed: Tensor | None, r: slice, visible: int, places: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Apply the causal rule: return the allowed keys, or None for all but the last keys that it forbids."""
+        if not self.causal:
+            return allowed, None
+        if places is not None:
+            past = torch.arange(visible, device=places.device) <= self.first_query + places[..., None]
+            return (past if allowed is None else allowed & past), None
+        future = self._future(r, visible, self.q.device)
+        if future is None or allowed is None:
+            return allowed, future
+        hidden = torch.nn.functional.pad(future, (visible - future.shape[1], 0))
+        return allowed & ~hidden, None
 
     def _future(self, r: slice, visible: int, device: torch.device) -> Tensor | None:
         """Return which of the last keys lie behind each query, (r, t) bool; None if there is none."""
@@ -146,14 +158,20 @@ class Scores:
             load = _loads_by_position(counted, position, k_length) if self.causal else counted.sum(2)
             load = load if allowed is None else allowed[:, :, 0] * load
             return load.expand(batch, heads, k_length).clone()
-        load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=device)
-        has_places = self.places is not None
-        row = k_length * batch * (heads if has_places else allowed.shape[1])
-        size = max(1, (2**20 if device.type == "cpu" else 2**26) // row)
-        for start in range(0, length, size):
+        return self._loads_by_row(allowed, counted, position)
+
+    def _loads_by_row(self, allowed: Tensor, counted: Tensor, position: Tensor) -> Tensor:
+        """Return the loads of a mask with a row for each query, some rows at a time."""
+        batch, heads = self.q.shape[:2]
+        k_length = self.k.shape[2]
+        keys = torch.arange(k_length, device=allowed.device)
+        load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=allowed.device)
+        row = k_length * batch * (allowed.shape[1] if self.places is None else heads)
+        size = max(1, (2**20 if allowed.device.type == "cpu" else 2**26) // row)
+        for start in range(0, position.shape[2], size):
             part = slice(start, start + size)
-            visible = rows_of(allowed, places[:, :, part]) if has_places else allowed[:, :, part]
-            visible = visible & counted[:, :, part]
+            some = allowed[:, :, part] if self.places is None else rows_of(allowed, self.places[:, :, part])
+            visible = some & counted[:, :, part]
             load += (visible & (keys <= position[:, :, part]) if self.causal else visible).sum(2)
         return load
 

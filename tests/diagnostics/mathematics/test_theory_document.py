@@ -20,7 +20,7 @@ PLAIN = {  # handle numbers, tensors and places; their docstrings say it all
     "broadcast", "draw_queries", "float64", "kaplan_meier_median",
     "largest_scores", "log", "log_one_plus", "log_one_plus_inverse", "log_product", "log_root_sum_squares",
     "log_sum", "median_interval", "merged", "overlaps", "part_of",
-    "fitting_tile", "kernel_rows",
+    "fitting_tile", "kernel_rows", "rows_by_kernels",
     "predicted_classes", "ratio_ends", "refusal",
     "row_statistics", "rows_of", "sampled_estimates",
     "unraveled", "weight_lost", "without_repeats",

@@ -36,7 +36,7 @@ def _missing(device: torch.device) -> str | None:
     return None if capability >= _OLDEST else f"devices of compute capability {capability[0]}.{capability[1]}"
 
 
-def kernel_rows(
+def rows_by_kernels(
     scores: Scores, top: int, sinks: Tensor | None, received: bool
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return the statistics of all rows, key loads and the weights received, from kernels."""

@@ -6,6 +6,7 @@ bounds the (K+1)-th score from below. The second appends up to K·G scores above
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -398,6 +399,180 @@ def _kind(values: Tensor | None) -> tuple[int, tuple[int, ...]]:
     return 1 if values.shape[2] == 1 else 2, strides
 
 
+def _spans(
+    allowed: Tensor | None, tile: Tile, length: int, k_length: int
+) -> tuple[Tensor | None, tuple[int, int]]:
+    """Return between which keys a mask's tiles of rows see any, and the strides; None without a row a query."""
+    kind, strides = _kind(allowed)
+    if allowed is None or kind != 2 or allowed.shape[0] * allowed.shape[1] > _GRID:
+        return None, (0, 0)
+    batch, heads = allowed.shape[:2]
+    tiles = triton.cdiv(length, tile.rows)
+    spans = torch.empty(batch, heads, tiles, 2, dtype=torch.int32, device=allowed.device)
+    _mask_spans[(tiles, batch * heads)](
+        allowed, spans, heads, length, k_length, *strides, BM=tile.rows, BN=4 * tile.keys
+    )
+    return spans, (heads * tiles * (batch > 1), tiles * (heads > 1))
+
+
+class _Groups(NamedTuple):
+    """Groups of keys, whose maxima bound the scores to be ranked."""
+
+    size: int  # keys of a group
+    number: int  # groups of a row
+    room: int  # most scores of a row above its bound
+
+
+def _groups(tile: Tile, k_length: int, top: int) -> _Groups:
+    """Choose the groups that take the least memory."""
+    blocks = triton.cdiv(k_length, tile.keys)
+    if not top:
+        return _Groups(1, blocks * tile.keys, 0)
+    powers = [2**i for i in range(2, 1 + tile.keys.bit_length() - 1)]
+    size = min(powers, key=lambda g: 6 * blocks * tile.keys // g + 8 * min(top * g, k_length))
+    return _Groups(size, blocks * (tile.keys // size), min(top * size, k_length))
+
+
+class _Memory(NamedTuple):
+    """Memory that the passes over some tiles share; one number each if nothing is ranked."""
+
+    maxima: Tensor  # of each row's groups
+    ranges: Tensor  # the first group of each tile, and the end of its last
+    bounds: Tensor  # of each row
+    slots: Tensor  # candidates of each row
+    pairs_found: Tensor  # number of candidates of each row above its bound, and of those that equal it
+
+
+def _memory(q: Tensor, tile: Tile, tiles: int, groups: _Groups, top: int) -> _Memory:
+    """Return memory for some tiles."""
+    if not top:
+        return _Memory(*[q.new_empty(1)] * 5)
+    rows = tiles * tile.rows
+    return _Memory(
+        torch.empty(rows * groups.number, device=q.device),
+        torch.empty(2 * tiles, dtype=torch.int32, device=q.device),
+        torch.empty(rows, device=q.device),
+        torch.empty(rows * (groups.room + top + 1), dtype=torch.int64, device=q.device),
+        torch.empty(2 * rows, dtype=torch.int32, device=q.device),
+    )
+
+
+class _Passes:
+    """The two passes over the scores of an attention call, some tiles at a time, and the results of all rows."""
+
+    def __init__(self, scores: Scores, tile: Tile, top: int, received: bool) -> None:
+        q = scores.q if scores.places is None else rows_of(scores.q, scores.places)
+        batch, heads, self.length, _ = q.shape
+        k_length = scores.k.shape[2]
+        self.tile = tile
+        self.top = top
+        self.received = received
+        self.heads = batch * heads
+        self.tiles = triton.cdiv(self.length, tile.rows)
+        self.k_rows = triton.cdiv(k_length, tile.keys) * tile.keys
+        self.together = (
+            1 if q.is_cuda else tile.rows
+        )  # rows that a program ranks; the interpreter starts it slowly
+        split = q.dtype == torch.float32
+        device = q.device
+        q = _padded(q, self.tiles * tile.rows)
+        k = _padded(scores.k, self.k_rows)
+        self.nothing = q.new_empty(1)
+        self.floats = torch.empty(4, batch, heads, self.length, device=device)
+        self.counts = torch.empty(2, batch, heads, self.length, dtype=torch.int32, device=device)
+        self.best = self.floats[0, ..., None]
+        if top:
+            self.best = torch.empty(batch, heads, self.length, top + 1, device=device)
+        self.order = torch.empty(batch, heads, self.length, top, dtype=torch.int32, device=device)
+
+        allowed = part_of(scores.allowed, _ALL, _ALL)
+        allowed = None if allowed is None else allowed.view(torch.uint8)
+        bias = part_of(scores.bias, _ALL, _ALL)
+        masked, mask_strides = _kind(allowed)
+        biased, bias_strides = _kind(bias)
+        places = None if scores.places is None else scores.places.to(torch.int32).contiguous()
+        spans, span_strides = _spans(allowed if places is None else None, tile, self.length, k_length)
+
+        self.groups = _groups(tile, k_length, top)
+        self._choose_parts()
+        self.memory = _memory(q, tile, self.some_heads * self.some_tiles, self.groups, top)
+        self._tensors = [q, k, *(self.nothing if x is None else x for x in (allowed, bias, places, spans))]
+        self._numbers = (
+            *(heads, scores.k.shape[1], self.heads, batch * scores.k.shape[1], self.length, k_length),
+            *(q.shape[-2], k.shape[-2], scores.first_query, scores.scale, scores.softcap or 1.0),
+            *(self.groups.number, self.groups.room, *span_strides, *mask_strides, *bias_strides),
+        )
+        self._constants = {
+            "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": split, "G": self.groups.size, "TOP": top,
+            "SOFTCAP": scores.softcap is not None, "CAUSAL": scores.causal, "MASK": masked, "BIAS": biased,
+            "SPANS": spans is not None, "PLACES": places is not None, "FROM": int(masked > 0),
+            "num_warps": tile.warps, "num_stages": tile.stages,
+            "maxnreg": None if masked or biased else tile.registers,
+        }  # fmt: skip
+
+    def _choose_parts(self) -> None:
+        """Choose how many heads and tiles of rows the passes look at together, by the memory that they need."""
+        of_row = 4 * self.groups.number + 8 * (self.groups.room + self.top + 1) if self.top else 0
+        of_tile = self.tile.rows * of_row + 4 * self.k_rows * self.received  # bytes, with sums of its columns
+        most = max(1, _MEMORY // of_tile) if of_tile else self.heads * self.tiles
+        self.some_heads = min(self.heads, max(1, most // self.tiles), _GRID)
+        self.some_tiles = min(self.tiles, most)
+
+    def parts(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Yield the first head and the first tile of each part, and its numbers of tiles and of heads."""
+        for head in range(0, self.heads, self.some_heads):
+            for tile in range(0, self.tiles, self.some_tiles):
+                grid = min(self.tiles - tile, self.some_tiles), min(self.heads - head, self.some_heads)
+                yield head, tile, grid
+
+    def run(
+        self,
+        second: bool,
+        head: int,
+        first: int,
+        grid: tuple[int, int],
+        lse: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> None:
+        """Run a pass over a part, from a head and a tile on; the second sums the weights of keys by ``lse``."""
+        lse = self.nothing if lse is None else lse
+        sums = self.nothing if sums is None else sums
+        _pass[grid](
+            *(*self._tensors, lse, self.floats, self.counts, *self.memory, sums, head, first, *self._numbers),
+            **self._constants,
+            SECOND=second,
+            RECEIVED=second and self.received,
+        )
+
+    def find_bounds(self, grid: tuple[int, int]) -> None:
+        """Find a bound below the scores to be ranked, for each row of a part."""
+        groups = self.groups.number
+        rows = grid[0] * grid[1] * self.tile.rows
+        size = triton.next_power_of_2(groups)
+        _bounds[(rows // self.together,)](
+            self.memory.maxima, self.memory.ranges, self.memory.bounds, groups, BM=self.tile.rows, TOP=self.top,
+            SIZE=size, R=self.together, num_warps=1 if size <= 1024 else 4,
+        )  # fmt: skip
+
+    def rank(self, head: int, first: int, grid: tuple[int, int]) -> None:
+        """Rank the candidates of each row of a part, from a head and a tile on."""
+        rows = grid[0] * self.tile.rows
+        _ranked[(rows // self.together, grid[1])](
+            self.memory.slots, self.memory.pairs_found, self.counts, self.best, self.order, head,
+            first * self.tile.rows, rows, self.length, self.heads * self.length, self.groups.room, TOP=self.top,
+            SIZE=triton.next_power_of_2(self.top + 1), R=self.together,
+            B=min(64, triton.next_power_of_2(self.top + 16)), num_warps=1,
+        )  # fmt: skip
+
+    def log_sum_exp(self, sinks: Tensor | None, counted: Tensor | None) -> Tensor:
+        """Return each row's logsumexp from the first pass; infinity for rows that do not count."""
+        lse = self.floats[0] - self.floats[2].log()
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.float()[:, None])
+        counts = lse.isfinite() if counted is None else lse.isfinite() & counted[..., 0]
+        return lse.where(counts, torch.inf)
+
+
 def kernel_rows(
     scores: Scores, top: int, sinks: Tensor | None, received: bool, tile: Tile | None = None
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -408,110 +583,28 @@ def kernel_rows(
     least is left out, again 2^-22, which is below γ for every width. For sums on tensor cores γ = n v / (1 - n v)
     with v = 2^-23 and n = 2 D, in float32 6 D; u = 2^-24. A soft cap c adds 2^-21 c.
     """
-    q = scores.q if scores.places is None else rows_of(scores.q, scores.places)
-    tile = fitting_tile(q) if tile is None else tile
-    batch, heads, length, _ = q.shape
-    k_length = scores.k.shape[2]
-    device = q.device
-    n = batch * heads
-    tiles = triton.cdiv(length, tile.rows)
-    blocks = triton.cdiv(k_length, tile.keys)
-    split = q.dtype == torch.float32
-    q = _padded(q, tiles * tile.rows)
-    k = _padded(scores.k, blocks * tile.keys)
-    allowed = part_of(scores.allowed, _ALL, _ALL)
-    allowed = None if allowed is None else allowed.view(torch.uint8)
-    bias = part_of(scores.bias, _ALL, _ALL)
-    masked, a = _kind(allowed)
-    biased, p = _kind(bias)
-    nothing = q.new_empty(1)
-    spans = nothing
-    s = (0, 0)
-    of_batch, of_heads = (0, 0) if allowed is None else allowed.shape[:2]
-    if allowed is not None and of_batch * of_heads <= _GRID and masked == 2 and scores.places is None:
-        spans = torch.empty(of_batch, of_heads, tiles, 2, dtype=torch.int32, device=device)
-        s = of_heads * tiles * (of_batch > 1), tiles * (of_heads > 1)
-        _mask_spans[(tiles, of_batch * of_heads)](
-            allowed, spans, of_heads, length, k_length, *a, BM=tile.rows, BN=4 * tile.keys
-        )
-    places = nothing if scores.places is None else scores.places.to(torch.int32).contiguous()
-    floats = torch.empty(4, batch, heads, length, device=device)
-    counts = torch.empty(2, batch, heads, length, dtype=torch.int32, device=device)
-    best = torch.empty(batch, heads, length, top + 1, device=device) if top else floats[0, ..., None]
-    order = torch.empty(batch, heads, length, top, dtype=torch.int32, device=device)
-    weights = torch.zeros(n, blocks * tile.keys * received, device=device)
+    tile = fitting_tile(scores.q) if tile is None else tile
+    passes = _Passes(scores, tile, top, received)
     counted = scores.counted()
-
-    # Memory of a row: maxima of groups, and candidates; of a tile: sums of its columns
-    size = 1
-    room = 0
-    if top:
-        powers = [2**i for i in range(2, 1 + tile.keys.bit_length() - 1)]
-        size = min(powers, key=lambda g: 6 * blocks * tile.keys // g + 8 * min(top * g, k_length))
-        room = min(top * size, k_length)
-    groups = blocks * (tile.keys // size)
-    of_tile = tile.rows * (4 * groups + 8 * (room + top + 1)) * bool(top) + 4 * blocks * tile.keys * received
-    at_once = max(1, _MEMORY // max(1, of_tile)) if of_tile else n * tiles
-    some_heads = min(n, max(1, at_once // tiles), _GRID)
-    some_tiles = min(tiles, at_once)
-    most = some_heads * some_tiles * tile.rows
-    memory = [q.new_empty(1)] * 6
-    if top:
-        memory[:5] = [
-            torch.empty(most * groups, device=device),
-            torch.empty(2 * some_heads * some_tiles, dtype=torch.int32, device=device),
-            torch.empty(most, device=device),
-            torch.empty(most * (room + top + 1), dtype=torch.int64, device=device),
-            torch.empty(2 * most, dtype=torch.int32, device=device),
-        ]
-    sizes = heads, scores.k.shape[1], n, batch * scores.k.shape[1], length, k_length, q.shape[-2], k.shape[-2]
-    constants = {
-        "BM": tile.rows, "BN": tile.keys, "BD": q.shape[-1], "SPLIT": split, "SOFTCAP": scores.softcap is not None,
-        "CAUSAL": scores.causal, "MASK": masked, "BIAS": biased, "SPANS": spans is not nothing,
-        "PLACES": scores.places is not None, "FROM": int(masked > 0), "TOP": top, "G": size,
-        "num_warps": tile.warps, "num_stages": tile.stages,
-        "maxnreg": None if masked or biased else tile.registers,
-    }  # fmt: skip
-    tensors = [q, k, *(nothing if x is None else x for x in (allowed, bias)), places, spans]
-    numbers = [scores.first_query, scores.scale, scores.softcap or 1.0, groups, room, *s, *a, *p]
-    together = 1 if q.is_cuda else tile.rows  # rows of a program that ranks; the interpreter is slow to start one
-
-    def run(second: bool, lse: Tensor, first: int, head: int, grid: tuple[int, int]) -> None:
-        _pass[grid](
-            *(*tensors, lse, floats, counts, *memory, head, first, *sizes, *numbers),
-            **constants,
-            SECOND=second,
-            RECEIVED=second and received,
-        )
-
-    for head in range(0, n, some_heads):
-        for first in range(0, tiles, some_tiles):
-            grid = min(tiles - first, some_tiles), min(n - head, some_heads)
-            run(False, nothing, first, head, grid)
-            if not (top or received):
-                continue
-            lse = nothing
-            if received:
-                lse = floats[0] - floats[2].log()
-                lse = lse if sinks is None else torch.logaddexp(lse, sinks.float()[:, None])
-                lse = lse.where(lse.isfinite() if counted is None else lse.isfinite() & counted[..., 0], torch.inf)
-                memory[5] = torch.zeros(grid[1], grid[0], blocks * tile.keys, device=device)
-            rows = grid[0] * tile.rows
-            if top:
-                span = triton.next_power_of_2(groups)
-                _bounds[(rows * grid[1] // together,)](
-                    memory[0], memory[1], memory[2], groups, BM=tile.rows, TOP=top, SIZE=span, R=together,
-                    num_warps=1 if span <= 1024 else 4,
-                )  # fmt: skip
-            run(True, lse, first, head, grid)
-            if top:
-                _ranked[(rows // together, grid[1])](
-                    memory[3], memory[4], counts, best, order, head, first * tile.rows, rows, length, n * length,
-                    room, TOP=top, SIZE=triton.next_power_of_2(top + 1), R=together,
-                    B=min(64, triton.next_power_of_2(top + 16)), num_warps=1,
-                )  # fmt: skip
-            if received:
-                weights[head : head + grid[1]] += memory[5].sum(1)
-    rows = {"keys": counts[0].long(), "non_finite": counts[1].long(), "top": best, "minimum": floats[1]}
-    rows |= {"largest_weight": floats[2], "entropy": floats[3]} | ({"order": order} if top else {})
-    return rows, scores.loads(), weights[:, :k_length].unflatten(0, (batch, heads))
+    weights = torch.zeros(passes.heads, passes.k_rows * received, device=scores.q.device)
+    for head, first, grid in passes.parts():
+        passes.run(False, head, first, grid)
+        if not (top or received):
+            continue
+        lse = None
+        sums = None
+        if received:
+            lse = passes.log_sum_exp(sinks, counted)
+            sums = torch.zeros(grid[1], grid[0], passes.k_rows, device=scores.q.device)
+        if top:
+            passes.find_bounds(grid)
+        passes.run(True, head, first, grid, lse, sums)
+        if top:
+            passes.rank(head, first, grid)
+        if sums is not None:
+            weights[head : head + grid[1]] += sums.sum(1)
+    floats = passes.floats
+    counts = passes.counts
+    rows = {"keys": counts[0].long(), "non_finite": counts[1].long(), "top": passes.best, "minimum": floats[1]}
+    rows |= {"largest_weight": floats[2], "entropy": floats[3]} | ({"order": passes.order} if top else {})
+    return rows, scores.loads(), weights[:, : scores.k.shape[2]].unflatten(0, scores.q.shape[:2])
