@@ -2,7 +2,7 @@
 
     python benchmarks/intervals.py
 
-prints the rates that docs/reading-a-report.md states under "Percentiles and intervals": means and medians of n
+prints the rates that docs/trust.md states under "Percentiles and intervals": means and medians of n
 independent sequences, normal, exponential and lognormal, 4,000 cases of 500 resamples each; and rank correlations
 over the rows of sequences, 1,000 cases. A second table, stated in docs/commands/k-sweep.md, has the interval of a
 mean change over n texts: Student's, and semdiag's, which corrects it for skewness (Hall). Of 1,500 cases each it

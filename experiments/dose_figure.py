@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from forest import save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -16,7 +17,7 @@ from scipy import stats
 
 from semdiag.presenting.drawing.style import FAINT, finished, panel_grid, paper_style, plain_numbers
 
-ARMS = {"for good": "scores multiplied for good", "at first": "scores multiplied at the initialisation"}
+ARMS = {"for good": "scores scaled throughout training", "at first": "scores multiplied at the initialisation"}
 
 
 def responses(doses: pd.DataFrame) -> pd.DataFrame:
@@ -77,7 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where doses.csv is")
     folder = parser.parse_args().folder
-    figure(pd.read_csv(folder / "doses.csv")).savefig(folder / "doses.svg")
+    doses = pd.read_csv(folder / "doses.csv")
+    save(lambda: figure(doses), folder, "doses")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -305,9 +307,10 @@ def test_the_commands_for_a_fresh_machine_install_and_run_or_test() -> None:
 
 
 @pytest.mark.slow
-def test_the_recipe_of_the_quickstart_shows_that_top_k_learns_sooner(program: Program, tmp_path: Path) -> None:
-    quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^semdiag (train .*)$", quickstart, re.M)
+def test_the_recipe_shows_that_top_k_learns_sooner(program: Program, tmp_path: Path) -> None:
+    recipes = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^semdiag (train .* --attention topk --k 5)$", recipes, re.M)
+    lines = [line, line.replace("--attention topk --k 5", "--attention full")]
     epochs = []
     for number, line in enumerate(lines):  # the checkpoints of the repository are not to be added to
         code, said = program(*shlex.split(line), "--quiet", "--out", str(tmp_path / f"run-{number}"))
@@ -364,3 +367,63 @@ def test_files_that_are_named_exist(text: Path) -> None:
     file = re.compile(r"(?<![\w/:.<{-])(?:[\w-]+/)+[\w.-]+\.(?:py|sh|md|toml|ipynb)\b")
     named = set(file.findall(text.read_text(encoding="utf-8")))
     assert not {name for name in named if not any((place / name).exists() for place in places)}
+
+
+def gallery() -> list[tuple[list[str], str]]:
+    """The pictures of the gallery, each with the command that the page says drew it."""
+    page = (ROOT / "docs" / "reading-a-report.md").read_text(encoding="utf-8").partition("## Gallery")[2]
+    parts = re.findall(r"((?:^\[!\[.*\n)+)\n.*\n\n```sh\n(.*)\n```", page, re.M)
+    return [(re.findall(r"\]\(([^()\s]+)\)$", pictures, re.M), command) for pictures, command in parts]
+
+
+def test_the_gallery_names_the_command_of_each_of_its_pictures() -> None:
+    shown = gallery()
+    page = (ROOT / "docs" / "reading-a-report.md").read_text(encoding="utf-8")
+    assert sum(len(pictures) for pictures, _ in shown) == page.count("[![") > 5
+    for pictures, command in shown:
+        folders = {(ROOT / "docs" / picture).resolve().parent for picture in pictures}
+        (folder,) = folders
+        if command.startswith("semdiag "):
+            summary = json.loads((folder.parent / "summary.json").read_text(encoding="utf-8"))
+            assert command == summary["command"].removesuffix(" --quiet")
+        else:
+            assert command.endswith(f" {folder.relative_to(ROOT)}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pictures", "command"), [pytest.param(*entry, id=entry[1]) for entry in gallery() if "python" in entry[1]]
+)
+def test_the_command_draws_the_picture_of_the_gallery(pictures: list[str], command: str, tmp_path: Path) -> None:
+    """In a copy of its tables; what is written in the picture is compared."""
+    _, script, folder = command.split()
+    shutil.copytree(ROOT / folder, tmp_path / "copy", ignore=shutil.ignore_patterns("*.svg"))
+    subprocess.run([sys.executable, ROOT / script, tmp_path / "copy"], check=True, capture_output=True)
+    for picture in pictures:
+        drawn, shipped = (
+            re.findall(r"<text[^>]*>([^<]*)", path.read_text(encoding="utf-8"))
+            for path in (tmp_path / "copy" / Path(picture).name, ROOT / "docs" / picture)
+        )
+        assert drawn == shipped
+        assert len(shipped) > 10
+
+
+def test_the_texts_without_harm_are_as_many_as_the_page_says() -> None:
+    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    said = [(int(share), int(count)) for share, count in re.findall(r"(\d+)% with (\d+)", page)]
+    assert len(said) == 3
+    for share, count in said:
+        assert 1 - 0.05 ** (1 / count) <= share / 100 < 1 - 0.05 ** (1 / (count - 1))
+
+
+def test_the_citation_is_that_of_this_version() -> None:
+    said = {
+        name: re.search(pattern, (ROOT / name).read_text(encoding="utf-8"), re.M)
+        for name, pattern in (
+            ("pyproject.toml", r'^version = "(.*)"'),
+            ("CITATION.cff", r"^version: (.*)"),
+            ("README.md", r"@software\{.*version = \{(.*?)\}"),
+        )
+    }
+    assert len({found[1] for found in said.values() if found}) == 1
+    assert all(said.values())

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "your-own-model.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: ([a-z ]+) -->\n```python\n(.*?)```", GUIDE, re.S))
-NEEDS = {"nanogpt": "torch", "hugging face": "transformers", "timm": "timm"}
+NEEDS = {"nanogpt": "torch", "hugging face": "transformers"}
 
 
 def run(code: str) -> str:

@@ -277,7 +277,7 @@ def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
 def no_attention(path: str, audit: Audit) -> InputError:
     """Return the error that no attention was captured while a model ran, with the reason if known."""
     reasons = "; ".join(sorted({f"{skipped.operation}: {skipped.reason}" for skipped in audit.skipped}))
-    usual = "Attention without a softmax (linear, sigmoid) cannot be measured; see docs/support.md"
+    usual = "Attention without a softmax (linear, sigmoid) cannot be measured; see docs/your-own-model.md"
     return InputError(f"No softmax attention was seen while {path} ran. {reasons or usual}.")
 
 

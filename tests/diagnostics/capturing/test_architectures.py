@@ -1,7 +1,7 @@
 """Every softmax of many architectures: captured and right, in the audit, or no attention. None is missing.
 
-Held against an independent truth, which shares nothing with the capture. The counts stand in docs/support.md,
-the names in a fixture. To write them anew:
+Held against an independent truth, which shares nothing with the capture. The counts stand in
+docs/your-own-model.md, the names in a fixture. To write them anew:
 
     SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/capturing/test_architectures.py
 """
@@ -87,7 +87,9 @@ def names(found):
     )
 
 
-@pytest.mark.parametrize(("page", "said"), [("docs/support.md", lines), ("tests/fixtures/support_rows.md", names)])
+@pytest.mark.parametrize(
+    ("page", "said"), [("docs/your-own-model.md", lines), ("tests/fixtures/support_rows.md", names)]
+)
 def test_the_pages_say_what_was_found_of_architectures(page, said, found):
     written = "\n".join(said(found))
     document = ROOT / page
