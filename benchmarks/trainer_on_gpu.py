@@ -175,6 +175,7 @@ class Bench:
     def ways(self) -> None:
         """Every kind of attention and way of training runs, and its loss falls or is finite."""
         kinds = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
+        kinds += ("indexer", "moba")
         ways: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in kinds]
         ways += [("full", {"optimizer": "adamw", "learning_rate": 0.001})]
         ways += [("topk", {"frozen": ("qk",), "weight_decay": 0.1}), ("topk", {"fresh_samples": True})]

@@ -31,6 +31,7 @@ FROZEN = ("qk",)  # query and key projections, W_q and W_k, with their biases
 _IN_THE_LABEL = {
     "global_tokens": "global-", "hash_rounds": "rounds-", "hash_bits": "bits-", "hashes": "",
     "clusters": "clusters-", "centroid_decay": "decay-", "score_gradient": "", "cls_as_key": "cls-no-key",
+    "indexer_width": "width-", "indexer_warm_up": "warm-up-", "chosen_blocks": "blocks-",
 }  # fmt: skip
 
 
@@ -65,7 +66,10 @@ class ModelConfig(Record):
     length: int = limited(_SIZE)  # number of tokens of the longest input
     attention: str = _model("full", "Kind of attention; see [bold]semdiag list attentions[/].", common=True)
     k: int | None = _model(
-        None, "Keys that each query keeps; in lsh of a bucket, in routing of a cluster.", _SIZE, common=True
+        None,
+        "Keys that each query keeps; in lsh of a bucket, in routing of a cluster, in moba of a block.",
+        _SIZE,
+        common=True,
     )
     blocks: int = _model(5, "Number of transformer blocks.", _SIZE, shown="recipe")
     width: int = _model(64, "Width of the residual stream.", _SIZE, shown="recipe")
@@ -96,6 +100,11 @@ class ModelConfig(Record):
     score_gradient: str = _model(
         "exact", "For topk: exact, or straight-through (learn as if all keys were kept).", choices=SCORE_GRADIENTS
     )
+    indexer_width: int = _model(16, "For indexer: width of its head.", _SIZE)
+    indexer_warm_up: int = _model(
+        100, "For indexer: steps with all keys, before it chooses.", f"[0, {LARGEST_SIZE}]"
+    )
+    chosen_blocks: int = _model(2, "For moba: blocks of a query, its own among them.", _SIZE)
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:

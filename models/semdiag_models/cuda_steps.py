@@ -81,8 +81,9 @@ class Steps:
         self._rate = torch.zeros((), dtype=dtype, device=self._device)
         self._totals = torch.zeros(2, self._count, dtype=dtype, device=self._device)  # losses, right answers
         self._graph: torch.cuda.CUDAGraph | None = None
-        clustered = ATTENTIONS[first.config.attention].keeps == "clustered"  # keys are counted on the CPU
-        self._captures = self._device.type == "cuda" and not clustered
+        counts = ATTENTIONS[first.config.attention].changed_by_steps  # keys or steps, on the CPU
+        self._captures = self._device.type == "cuda" and not counts
+        self._groups = self._encoder.gradient_groups()
         self._frozen = first.frozen_rows(self._encoder)
 
     def epoch(self, after_batch: "Callable[[Trainer], None]") -> list[tuple[float, float]]:
@@ -133,7 +134,7 @@ class Steps:
         losses = F.cross_entropy(logits, labels, reduction="none").view(batch.shape)
         for parameter in self._parameters:
             parameter.grad = None
-        losses.mean(1).sum().backward()  # type: ignore[no-untyped-call]
+        (losses.mean(1).sum() + self._encoder.take_divergence()).backward()
         with torch.no_grad():
             self._totals[0] += losses.detach().sum(1)
             self._totals[1] += (logits.argmax(1) == labels).view(batch.shape).sum(1)
@@ -145,7 +146,8 @@ class Steps:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         clip = self._training.gradient_clip
         if self._count == 1:
-            torch.nn.utils.clip_grad_norm_(self._parameters, clip, foreach=True)
+            for group in self._groups:
+                torch.nn.utils.clip_grad_norm_(group, clip, foreach=True)
         else:  # each model has its own norm
             norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
             factor = (clip / (norms + 1e-6)).clamp(max=1)

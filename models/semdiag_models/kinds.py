@@ -9,7 +9,7 @@ class AttentionKind:
     """What a kind of attention keeps of a query's keys."""
 
     meaning: str  # meaning in words, for users
-    keeps: Literal["all", "fixed", "redrawn", "largest", "smallest", "hashed", "clustered"]
+    keeps: Literal["all", "fixed", "redrawn", "largest", "smallest", "hashed", "clustered", "indexed", "pooled"]
     options: tuple[str, ...] = ("k",)  # fields of ModelConfig that only kinds that name them take
 
     @property
@@ -20,7 +20,12 @@ class AttentionKind:
     @property
     def input_dependent(self) -> bool:
         """Whether the kept keys depend on queries and keys, and so on the input."""
-        return self.keeps in ("largest", "smallest", "hashed", "clustered")
+        return self.keeps not in ("all", "fixed", "redrawn")
+
+    @property
+    def changed_by_steps(self) -> bool:
+        """Whether each training step moves, or counts in, a state of the selection."""
+        return self.keeps in ("clustered", "indexed")
 
 
 ATTENTIONS = {
@@ -41,6 +46,10 @@ ATTENTIONS = {
         "hashed", ("k", "selection_seed", "hash_rounds", "hash_bits", "hashes")),
     "routing": AttentionKind("the k keys nearest to each centroid that has the query among its k nearest "
         "(input-dependent)", "clustered", ("k", "selection_seed", "clusters", "centroid_decay")),
+    "indexer": AttentionKind("the k keys that a small head scores highest, which learns the layer's own attention "
+        "(input-dependent)", "indexed", ("k", "indexer_width", "indexer_warm_up")),
+    "moba": AttentionKind("the k keys of the query's own block, and of the blocks whose mean keys score highest "
+        "(input-dependent)", "pooled", ("k", "chosen_blocks")),
 }  # fmt: skip
 LOCAL = tuple(name for name, kind in ATTENTIONS.items() if "global_tokens" in kind.options)
 DRAWN = tuple(name for name, kind in ATTENTIONS.items() if "selection_seed" in kind.options)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from semdiag_models import fast_attention
 from semdiag_models.config import ModelConfig
 from semdiag_models.fast_attention import dropout, selection_bias
-from semdiag_models.selection import SELECTORS, first_centroids
+from semdiag_models.kinds import ATTENTIONS
+from semdiag_models.selection import SELECTORS, Indexer, first_centroids
 
+INDEXER_FACTOR = 10.0  # on divergences, which are small: near uniform attention an indexer hardly moves otherwise
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
 
 
@@ -95,6 +97,7 @@ class Attention(nn.Module):
     """Multi-head attention with biases; every head is ``head_width`` wide."""
 
     centroids: Tensor | None
+    indexer: Indexer | None
 
     def __init__(self, config: ModelConfig, layer: int = 0, fast: bool = True) -> None:
         super().__init__()
@@ -111,6 +114,7 @@ class Attention(nn.Module):
             size = (config.heads, config.clusters, config.head_width)
             centroids = first_centroids(config.selection_seed, layer, size)
         self.register_buffer("centroids", centroids)
+        self.indexer = None  # of attention of that kind; the encoder draws it last
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Attend: (B, L, d), (B, L) or None -> (B, L, d)."""
@@ -177,6 +181,36 @@ class Encoder(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.uniform_(self.head.weight, -0.1, 0.1)
         nn.init.zeros_(self.head.bias)
+        if ATTENTIONS[config.attention].keeps == "indexed":
+            self._draw_indexers()
+
+    def _draw_indexers(self) -> None:
+        """Give every block its indexer; all other weights and draws stay those of full attention."""
+        with torch.random.fork_rng(devices=[]):
+            for layer in range(self.config.blocks):
+                shape = self.config.heads, self.config.head_width
+                self.attention(layer).indexer = Indexer(shape, self.config.heads, self.config.indexer_width)
+
+    def indexers(self) -> list[Indexer]:
+        """Return the indexers of the blocks, if their attention has any."""
+        layers = (self.attention(layer) for layer in range(self.config.blocks))
+        return [layer.indexer for layer in layers if layer.indexer is not None]
+
+    def take_divergence(self) -> Tensor | float:
+        """Return, once, what indexers minimise: the sum of the last divergences, times a factor; else 0."""
+        total: Tensor | float = 0.0
+        for indexer in self.indexers():
+            if indexer.divergence is not None:
+                total = total + INDEXER_FACTOR * indexer.divergence
+                indexer.divergence = None
+        return total
+
+    def gradient_groups(self) -> list[list[Tensor]]:
+        """Return the parameters whose gradients are clipped together: the indexers' apart from all others."""
+        groups: dict[bool, list[Tensor]] = {False: [], True: []}
+        for name, parameter in self.named_parameters():
+            groups[".indexer." in name].append(parameter)
+        return [group for group in groups.values() if group]
 
     def attention(self, layer: int) -> Attention:
         """Return the attention of a block, counted from 0."""

@@ -1,23 +1,24 @@
 """Which keys each query keeps: one function for each kind of attention, listed in ``SELECTORS``.
 
 A function gets q and k (B, H, L, D), which tokens are valid (B, L) or None, and the layer, whose ``config`` has
-the options; it returns positions (B, H, L, K), -1 where there is none.
+the options; it returns positions (B, H, L, K), -1 where there is none, or None for all keys.
 """
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from semdiag_models import fast_attention
 
 if TYPE_CHECKING:
     from semdiag_models.model import Attention
 
-Selector = Callable[[Tensor, Tensor, Tensor | None, "Attention"], Tensor]
+Selector = Callable[[Tensor, Tensor, Tensor | None, "Attention"], Tensor | None]
 Pattern = Callable[[int, int], Tensor]
 
 
@@ -227,6 +228,100 @@ def first_centroids(seed: int, layer: int, shape: tuple[int, int, int]) -> Tenso
     return F.normalize(vectors, dim=-1).to(torch.get_default_dtype())
 
 
+class Indexer(nn.Module):
+    """The small head of a layer that chooses its keys: score (i, j) is Σ_h w_ih · ReLU(q_ih · k_j / √width).
+
+    Its w, q (of each of its heads) and k are linear in the layer's queries and keys, all heads together. Gradients
+    stop there: it learns from the layer's attention and does not change it. Source: the indexer of DeepSeek-V3.2.
+    Deviation: it reads queries and keys instead of hidden states.
+
+    Args:
+        queries: shape of a token's queries in the layer: heads, width of each.
+        key_heads: number of key heads, a divisor of the number of heads.
+        width: of its queries and keys.
+        heads: number of its heads.
+    """
+
+    steps: Tensor
+
+    def __init__(self, queries: tuple[int, int], key_heads: int, width: int, heads: int = 1) -> None:
+        super().__init__()
+        layer_heads, head_width = queries
+        self.width = width
+        self.query = nn.Linear(layer_heads * head_width, heads * width)
+        self.key = nn.Linear(key_heads * head_width, width)
+        self.weight = nn.Linear(layer_heads * head_width, heads)
+        self.register_buffer("steps", torch.zeros(()))  # number of training steps so far
+        self.divergence: Tensor | None = None  # of the last forward pass in training; see Encoder.take_divergence
+        with torch.no_grad():  # the first scores: products of queries and keys, in a random projection
+            projection = self.key.weight.view(width, key_heads, head_width)
+            projection = projection.repeat_interleave(layer_heads // key_heads, 1)
+            reads = torch.arange(layer_heads) % heads == torch.arange(heads)[:, None]  # each a part of the heads
+            self.query.weight.copy_((projection * reads[:, None, :, None]).reshape(self.query.weight.shape))
+            self.weight.weight.zero_()
+            self.weight.bias.fill_(1.0)
+
+    def forward(self, q: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the scores of all keys, -inf of invalid ones: (B, H, L, D), (B, G, L, D), (B, L) -> (B, L, L)."""
+        queries, keys = (t.detach().transpose(1, 2).flatten(2) for t in (q, keys))
+        projected = self.query(queries).unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, heads, L, width)
+        products = (projected @ self.key(keys)[:, None].mT / math.sqrt(self.width)).relu()
+        scores = (self.weight(queries).mT[..., None] * products).sum(1)
+        return scores if valid is None else scores.masked_fill(~valid[:, None, :], -math.inf)
+
+
+def select_by_indexer(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor | None:
+    """Select the k keys with the indexer's largest scores, of equal ones the first, or all keys in its warm-up."""
+    indexer = layer.indexer
+    assert indexer is not None  # made with the encoder
+    with torch.set_grad_enabled(layer.training and torch.is_grad_enabled()):
+        scores = indexer(q, keys, valid)
+        if layer.training:
+            indexer.divergence = divergence_from_attention(scores, q, keys, valid, layer.scale)
+            indexer.steps += 1
+            if indexer.steps <= layer.config.indexer_warm_up:
+                return None
+    values, order = scores.detach().sort(descending=True, stable=True)
+    k = min(layer.config.k or 1, q.shape[2])
+    positions = order[..., :k].masked_fill(values[..., :k] == -math.inf, -1)
+    return positions[:, None].expand(-1, q.shape[1], -1, -1)
+
+
+def divergence_from_attention(
+    scores: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, scale: float
+) -> Tensor:
+    """Return KL(p ‖ softmax(scores)), nats, mean over queries; p: the mean of the heads' dense attention."""
+    products = scale * (q.detach() @ keys.detach().mT)
+    if valid is not None:
+        products = products.masked_fill(~valid[:, None, None, :], -math.inf)
+    attention = products.softmax(-1).mean(1)
+    logarithms = scores.clamp(min=torch.finfo(scores.dtype).min).log_softmax(-1)
+    rows = (attention.xlogy(attention) - attention * logarithms).sum(-1)
+    return rows.mean() if valid is None else rows[valid].mean()
+
+
+@torch.no_grad()
+def select_blocks(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Attention") -> Tensor:
+    """Select the k keys of the query's own block, and of the blocks with the largest scores of their mean keys."""
+    batch, heads, length, width = q.shape
+    k = layer.config.k or 1
+    blocks = -(-length // k)
+    number = torch.arange(length, device=q.device) // k  # of each token's block
+    counted = q.new_ones(batch, length) if valid is None else valid.to(q.dtype)
+    sizes = q.new_zeros(batch, blocks).index_add_(1, number, counted)
+    sums = q.new_zeros(batch, heads, blocks, width).index_add_(2, number, keys * counted[:, None, :, None])
+    means = sums / sizes.clamp(min=1)[:, None, :, None]
+    scores = (layer.scale * (q @ means.mT)).masked_fill((sizes == 0)[:, None, None, :], -math.inf)
+    scores = scores.masked_fill(number[:, None] == torch.arange(blocks, device=q.device), math.inf)
+    chosen = scores.topk(min(layer.config.chosen_blocks, blocks), -1).indices
+    positions = (chosen[..., None] * k + torch.arange(k, device=q.device)).flatten(-2)
+    positions = positions.masked_fill(positions >= length, -1)
+    if valid is None:
+        return positions
+    invalid = ~valid[:, None, None, :].expand(batch, heads, length, length)
+    return positions.masked_fill(invalid.gather(3, positions.clamp(min=0)), -1)
+
+
 SELECTORS: dict[str, Selector] = {
     "banded": partial(select_fixed, band),
     "block": partial(select_fixed, block),
@@ -236,4 +331,6 @@ SELECTORS: dict[str, Selector] = {
     "redrawn": partial(select_random, anew=True),
     "lsh": select_buckets,
     "routing": select_clusters,
+    "indexer": select_by_indexer,
+    "moba": select_blocks,
 }

@@ -33,6 +33,7 @@ def train_epoch(trainer: "Trainer", after_batch: Callable[["Trainer"], None]) ->
     training = trainer.training
     encoder = trainer.encoder
     parameters: list[Tensor] = list(encoder.parameters())
+    groups = encoder.gradient_groups()
     frozen = trainer.frozen_rows(encoder)
     trainer.set_rate()
     rate = torch.tensor(trainer.learning_rate, dtype=parameters[0].dtype, device=trainer.device)
@@ -46,13 +47,14 @@ def train_epoch(trainer: "Trainer", after_batch: Callable[["Trainer"], None]) ->
         logits = trainer.forward(tokens, trainer.padded)
         losses = F.cross_entropy(logits, labels, reduction="none")
         encoder.zero_grad()
-        losses.mean().backward()  # type: ignore[no-untyped-call]
+        (losses.mean() + encoder.take_divergence()).backward()
         with torch.no_grad():
             loss += losses.detach().sum()
             hits += (logits.argmax(1) == labels).sum()
             for parameter, rows, _ in frozen:
                 parameter.grad[rows] = 0  # type: ignore[index]  # after a backward pass there is one
-            torch.nn.utils.clip_grad_norm_(parameters, training.gradient_clip, foreach=True)
+            for group in groups:
+                torch.nn.utils.clip_grad_norm_(group, training.gradient_clip, foreach=True)
             trainer.step(parameters, rate)
             for parameter, rows, values in frozen:  # weight decay acts even without a gradient
                 parameter[rows] = values
@@ -164,6 +166,9 @@ class Trainer:
     def close_epoch(self, start: float, train_loss: float, train_accuracy: float) -> Progress:
         """Evaluate after an epoch, on the training samples only where asked, and write it into the history."""
         self.check_loss(train_loss)
+        self.check_loss(
+            sum(float(p.detach().sum()) for each in self.encoder.indexers() for p in each.parameters())
+        )
         training = self.training
         if training.exact or training.until is not None or self.epoch + 1 == training.epochs:
             train_loss, train_accuracy = self.evaluate(self.train_split)
@@ -236,7 +241,7 @@ def stackable(trainers: Sequence[Trainer]) -> bool:
     """Return whether runs can share their steps: on CUDA, with plain SGD, and equal in all but their seeds."""
     first = trainers[0]
     alike = {(t.config, t.epoch, replace(t.training, seed=0, query_key_scale=1.0)) for t in trainers}
-    plain = first.optimizer is None and ATTENTIONS[first.config.attention].keeps != "clustered"
+    plain = first.optimizer is None and not ATTENTIONS[first.config.attention].changed_by_steps
     return len(trainers) > 1 and first.device.type == "cuda" and len(alike) == 1 and plain
 
 

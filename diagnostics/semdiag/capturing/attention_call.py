@@ -169,8 +169,10 @@ FIXED_MASKS = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all"
 HEAVY_HITTERS = tuple(name for name, kind in KINDS.items() if kind.keeps == "largest")
 BOUNDED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "fixed", "largest"))
 SCORED = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "largest"))
-# These kinds look for the largest scores by hashes or clusters, without computing all.
-APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.keeps in ("hashed", "clustered"))
+# These kinds look for the largest scores by something cheaper than all scores.
+APPROXIMATE = tuple(
+    name for name, kind in KINDS.items() if kind.keeps in ("hashed", "clustered", "indexed", "pooled")
+)
 # An external model was not made by semdiag_models or the paper's code: only its attention is known.
 EXTERNAL_SOURCES = ("hugging face", "factory", "module")
 

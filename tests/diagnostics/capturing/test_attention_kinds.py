@@ -40,8 +40,8 @@ def test_the_derived_names():
     assert DENSE == ("full", "causal", "masked")
     assert FIXED_MASKS == ("full", "banded", "block", "random", "causal", "masked")
     assert HEAVY_HITTERS == ("topk",)
-    assert CHANGING == ("topk", "bottomk", "lsh", "routing")
-    assert APPROXIMATE == ("lsh", "routing")
+    assert CHANGING == ("topk", "bottomk", "lsh", "routing", "indexer", "moba")
+    assert APPROXIMATE == ("lsh", "routing", "indexer", "moba")
     assert BOUNDED == ("full", "banded", "block", "topk", "random", "causal", "masked")
     assert SCORED == ("full", "topk", "causal", "masked")
 

@@ -88,7 +88,7 @@ def test_other_models_say_the_same_on_another_device(run_semdiag, here, paper_co
 
 @pytest.mark.parametrize(
     "attention",
-    ["full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing"],
+    ["full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing", "indexer", "moba"],
 )
 def test_training_runs_and_goes_on_on_another_device(run_semdiag, here, other_device, attention):
     words = [

@@ -22,6 +22,7 @@ def select_keys(
     fast=True,
     centroids=None,
     planes=None,
+    indexer=None,
     **fields,
 ):
     """What the kind's function in the table keeps, in a layer with these properties."""
@@ -31,6 +32,7 @@ def select_keys(
     config = ModelConfig(3, 2, max(length, k or 1), kind, k, **sizes, **fields)
     layer = SimpleNamespace(
         config=config, layer=0, scale=scale, training=False, draw_seed=None, centroids=centroids,
+        indexer=indexer,
         core=SimpleNamespace(everywhere=everywhere, cls_hidden=cls_hidden, fast=fast),
     )  # fmt: skip
     if planes is None:

@@ -1,4 +1,4 @@
-"""Encoders with hashed, clustered and redrawn attention: dense references, training, resuming, redrawing."""
+"""Encoders with hashed, clustered, redrawn, indexed and pooled attention: dense references, training, resuming."""
 
 import contextlib
 
@@ -10,6 +10,7 @@ from semdiag_models.checkpoint import read_checkpoint
 from semdiag_models.config import ModelConfig
 from semdiag_models.model import AttentionCore, Encoder
 from semdiag_models.run_folder import open_run, open_seed_runs, train_run
+from semdiag_models.train import DivergedError, Trainer
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -18,11 +19,16 @@ KINDS = {
     "routing": {"attention": "routing", "k": 3},
     "routing, few clusters": {"attention": "routing", "k": 2, "clusters": 2, "centroid_decay": 0.5},
     "redrawn": {"attention": "redrawn", "k": 3},
+    "indexer": {"attention": "indexer", "k": 3, "indexer_warm_up": 0},
+    "indexer, warming up": {"attention": "indexer", "k": 3, "indexer_width": 3, "indexer_warm_up": 6},
+    "moba": {"attention": "moba", "k": 2},
 }
 WHOLE = {  # what keeps everything
     "lsh": {"attention": "lsh", "k": 9, "hash_rounds": 2},
     "routing": {"attention": "routing", "k": 9, "clusters": 1},
     "redrawn": {"attention": "redrawn", "k": 9},
+    "indexer": {"attention": "indexer", "k": 9},
+    "moba": {"attention": "moba", "k": 4, "chosen_blocks": 3},
 }
 
 
@@ -37,6 +43,11 @@ def encoder(kind, pooling="mean", **fields):
         **{**sizes, "head_width": 4, "blocks": 2, "dropout": 0.0, **kind, "pooling": pooling, **fields}
     )
     return Encoder(model).double().eval()
+
+
+def weights_of(model):
+    """The parameters that all kinds have."""
+    return [parameter for name, parameter in model.named_parameters() if ".indexer." not in name]
 
 
 TOKENS = torch.tensor([[0, 1, 1, 0, 0, 1, 0, 1, 1], [1, 0, 1, 1, 0, 2, 2, 2, 2], [1, 2, 2, 2, 2, 2, 2, 2, 2]])
@@ -67,7 +78,7 @@ def test_an_encoder_equals_dense_attention_with_the_same_mask_and_so_does_its_gr
     found = []
     for _ in range(2):
         logits = model(TOKENS)
-        gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+        gradients = torch.autograd.grad(logits.square().sum(), weights_of(model))
         found.append([logits, *gradients])
         with_dense_cores(model)
     for ours, dense in zip(*found, strict=True):
@@ -76,14 +87,14 @@ def test_an_encoder_equals_dense_attention_with_the_same_mask_and_so_does_its_gr
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_one_bucket_or_cluster_or_k_as_long_as_the_input_is_full_attention(name):
-    """Centroids aside, the parameters are those of full attention."""
+    """Centroids and indexers aside, the parameters are those of full attention."""
     sparse = encoder(WHOLE[name])
     full = encoder({"attention": "full"})
-    full.load_state_dict({n: t for n, t in sparse.state_dict().items() if "centroids" not in n})
+    full.load_state_dict({n: t for n, t in sparse.state_dict().items() if n in full.state_dict()})
     results = []
     for model in (full, sparse):
         logits = model(TOKENS)
-        results.append([logits, *torch.autograd.grad(logits.sum(), list(model.parameters()))])
+        results.append([logits, *torch.autograd.grad(logits.sum(), weights_of(model))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -204,9 +215,78 @@ def test_training_with_masked_matrices_and_with_gathered_keys_is_the_same(kind, 
         model = encoder(kind).train()
         torch.manual_seed(1)  # redrawn keys
         loss = torch.nn.functional.cross_entropy(model(TOKENS), torch.tensor([0, 1, 1]))
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        gradients = torch.autograd.grad(loss, weights_of(model))
         results.append(
             [loss.detach(), *gradients, *(t for n, t in model.state_dict().items() if "centroids" in n)]
         )
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+# --- an indexer learns beside the model
+
+
+def trained(tiny_model, tiny_training, epochs=3, **fields):
+    trainer = Trainer(tiny_model(**fields, blocks=2, dropout=0.1), tiny_training(epochs=epochs), CPU)
+    trainer.run(lambda progress: None)
+    return trainer
+
+
+def test_an_indexer_that_keeps_all_keys_changes_neither_the_other_weights_nor_the_draws(tiny_model, tiny_training):
+    """Within float32's rounding, after twelve steps with dropout: gathered keys are summed in another order."""
+    full = trained(tiny_model, tiny_training, attention="full")
+    for warm_up in (0, 100):
+        indexed = trained(tiny_model, tiny_training, attention="indexer", k=8, indexer_warm_up=warm_up)
+        for name, parameter in full.encoder.named_parameters():
+            torch.testing.assert_close(indexed.encoder.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+        assert torch.equal(indexed.rng["cpu"], full.rng["cpu"])
+
+
+def test_all_keys_are_kept_in_the_warm_up_of_training_and_in_no_evaluation():
+    model = encoder(KINDS["indexer, warming up"], blocks=1)
+    kept = []
+    model.attention(0).core.register_forward_pre_hook(lambda core, inputs: kept.append(inputs[5]))
+    model(TOKENS)
+    for _ in range(7):
+        model.train()(TOKENS)
+    assert [None if keys is None else keys.shape[-1] for keys in kept] == [3, *[None] * 6, 3]
+    assert model.attention(0).indexer.steps == 7
+
+
+def test_the_divergence_is_taken_once_and_moves_the_indexer_alone():
+    model = encoder(KINDS["indexer"]).train()
+    model(TOKENS)
+    divergence = model.take_divergence()
+    assert divergence.item() > 0
+    assert model.take_divergence() == 0
+    divergence.backward()
+    moved = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moved
+    assert all(".indexer." in name for name in moved)
+    apart, together = model.gradient_groups()[::-1]
+    assert {id(p) for p in apart} == {id(p) for each in model.indexers() for p in each.parameters()}
+    assert len(apart) + len(together) == len(list(model.parameters()))
+
+
+def test_training_brings_an_indexer_nearer_to_its_layers_attention(tiny_model, tiny_training):
+    """At the same other weights: the indexer of the end diverges less than the one of the beginning."""
+    fields = {"attention": "indexer", "k": 3, "indexer_warm_up": 8}
+    trainer = trained(tiny_model, tiny_training, epochs=25, **fields)
+    state = trainer.encoder.state_dict()
+    torch.manual_seed(trainer.training.seed)
+    first = Encoder(trainer.config).state_dict()
+    divergences = []
+    for indexers in (first, state):
+        model = Encoder(trainer.config)
+        model.load_state_dict({name: (indexers if ".indexer." in name else state)[name] for name in state})
+        model.train()(trainer.holdout_split.tokens)
+        divergences.append(model.take_divergence().item())
+    assert divergences[1] < divergences[0]
+
+
+def test_an_indexer_that_is_no_number_any_more_ends_the_run(tiny_model, tiny_training):
+    trainer = Trainer(tiny_model(attention="indexer", k=3), tiny_training(), CPU)
+    with torch.no_grad():
+        trainer.encoder.indexers()[0].weight.bias.fill_(torch.nan)
+    with pytest.raises(DivergedError, match="nan in epoch 1"):
+        trainer.run(lambda progress: None)

@@ -1,6 +1,7 @@
 """Kinds of attention against naive ones: which keys each keeps, and what the table says."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from semdiag_models import ATTENTIONS, AttentionKind
 from semdiag_models import fast_attention as module
 from semdiag_models.kinds import DRAWN, LOCAL
 from semdiag_models.model import Encoder
-from semdiag_models.selection import SELECTORS, first_centroids, random_priorities
+from semdiag_models.selection import (
+    SELECTORS,
+    Indexer,
+    divergence_from_attention,
+    first_centroids,
+    random_priorities,
+)
 
 CPU = torch.device("cpu")
 
@@ -234,13 +241,133 @@ def test_a_token_apart_in_front_is_no_ones_key(kind):
         assert (found[:, :, 0] == -1).all()
 
 
+# --- keys by a small head, and by the mean keys of blocks
+
+
+def indexer_of(heads, width, seed=2):
+    torch.manual_seed(seed)
+    return Indexer((heads, width), heads, 3).double()
+
+
+def naive_indexer_scores(indexer, q, keys, valid):
+    """w · ReLU(q · k / √3) for each query and valid key of a sample, in Python's floats."""
+    _, length, _ = q.shape
+    linear = {name: layer.weight.tolist() for name, layer in indexer.named_children()}
+    biases = {name: layer.bias.tolist() for name, layer in indexer.named_children()}
+
+    def project(name, vector):
+        rows = zip(linear[name], biases[name], strict=True)
+        return [sum(a * b for a, b in zip(row, vector, strict=True)) + bias for row, bias in rows]
+
+    rows = []
+    for i in range(length):
+        query = q[:, i].flatten().tolist()  # of all heads
+        row = {}
+        for j in (j for j in range(length) if valid is None or valid[j]):
+            key = project("key", keys[:, j].flatten().tolist())
+            product = sum(a * b for a, b in zip(project("query", query), key, strict=True)) / math.sqrt(3)
+            row[j] = project("weight", query)[0] * max(0.0, product)
+        rows.append(row)
+    return rows
+
+
+@given(st.integers(1, 9), st.integers(1, 10), st.booleans(), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_an_indexer_keeps_its_largest_scores_the_same_for_all_heads(length, k, padded, seed):
+    torch.manual_seed(seed)
+    q, keys = vectors(2, length=length)
+    indexer = indexer_of(2, 4, seed)
+    valid = torch.arange(length) < torch.tensor([[length], [max(1, length // 2)]]) if padded else None
+    selected = select_keys("indexer", k, q, keys, 0.5, valid, indexer=indexer)
+    assert selected.shape == (2, 2, length, min(k, length))
+    assert torch.equal(selected[:, 0], selected[:, 1])
+    for b in range(2):
+        counted = None if valid is None else valid[b]
+        for i, scores in enumerate(naive_indexer_scores(indexer, q[b], keys[b], counted)):
+            chosen = [j for j in selected[b, 0, i].tolist() if j >= 0]
+            assert len(set(chosen)) == len(chosen) == min(k, len(scores))
+            assert chosen == sorted(scores, key=lambda j: (-scores[j], j))[: len(chosen)]  # ReLU's zeros are equal
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_indexer_learns_from_its_divergence_from_the_mean_attention(padded):
+    """The mean over queries of Σ p (ln p − ln softmax(score)), written out; queries and keys get no gradient."""
+    q, keys = (part.clone().requires_grad_() for part in vectors(2, length=6))
+    indexer = indexer_of(2, 4)
+    valid = torch.arange(6) < torch.tensor([[6], [4]]) if padded else None
+    found = divergence_from_attention(indexer(q, keys, valid), q, keys, valid, 0.5)
+    rows = []
+    for b in range(2):
+        queries, all_keys = q[b].detach(), keys[b].detach()
+        counted = [j for j in range(6) if valid is None or valid[b, j]]
+        naive = naive_indexer_scores(indexer, queries, all_keys, None if valid is None else valid[b])
+        for i in counted:
+            heads = [[math.exp(0.5 * float(queries[h, i] @ all_keys[h, j])) for j in counted] for h in range(2)]
+            attention = [sum(row[n] / sum(row) for row in heads) / 2 for n in range(len(counted))]
+            total = sum(map(math.exp, naive[i].values()))
+            logarithms = [score - math.log(total) for score in naive[i].values()]
+            rows.append(sum(p * (math.log(p) - z) for p, z in zip(attention, logarithms, strict=True)))
+    assert found.item() == pytest.approx(sum(rows) / len(rows), abs=1e-12)
+    found.backward()
+    assert q.grad is None
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in indexer.query.parameters())
+
+
+def naive_block_choice(q, keys, k, scale, valid, chosen):
+    """Keys of the query's own block and of the best others, by the scores of their mean keys: one set a query."""
+    length, width = q.shape
+    blocks = [list(range(start, min(start + k, length))) for start in range(0, length, k)]
+    real = [[j for j in block if valid is None or valid[j]] for block in blocks]
+    rows = []
+    for i in range(length):
+        scores = {}
+        for n, members in enumerate(real):
+            if members and n != i // k:
+                mean = [sum(float(keys[j, d]) for j in members) / len(members) for d in range(width)]
+                scores[n] = scale * sum(float(q[i, d]) * mean[d] for d in range(width))
+        best = sorted(scores, key=lambda n: -scores[n])[: chosen - 1]
+        rows.append({j for n in (i // k, *best) for j in real[n]})
+    return rows
+
+
+@given(st.integers(1, 13), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_moba_keeps_the_own_block_and_those_with_the_best_mean_keys(length, k, chosen, padded, seed):
+    torch.manual_seed(seed)
+    q, keys = vectors(2, length=length)
+    valid = torch.arange(length) < torch.tensor([[length], [max(1, length // 2)]]) if padded else None
+    selected = select_keys("moba", k, q, keys, -0.7, valid, chosen_blocks=chosen)
+    for b, h in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        counted = None if valid is None else valid[b]
+        naive = naive_block_choice(q[b, h], keys[b, h], k, -0.7, counted, chosen)
+        for i, row in enumerate(selected[b, h].tolist()):
+            if counted is None or counted[i]:
+                listed = [j for j in row if j >= 0]
+                assert len(listed) == len(set(listed))
+                assert set(listed) == naive[i]
+
+
+def test_moba_by_hand():
+    """Blocks {0, 1}, {2, 3}, {4}; mean keys 1, 3, -5: +1 takes the second, -1 the last."""
+    keys = torch.tensor([0.0, 2, 3, 3, -5]).view(1, 1, 5, 1)
+    signs = torch.tensor([1.0, -1, 1, 1, 1]).view(1, 1, 5, 1)
+    rows = select_keys("moba", 2, signs, keys, 1.0, None)[0, 0].tolist()
+    assert [{j for j in row if j >= 0} for row in rows] == [
+        {0, 1, 2, 3},
+        {0, 1, 4},
+        {0, 1, 2, 3},
+        {0, 1, 2, 3},
+        {2, 3, 4},
+    ]
+
+
 # --- the table
 
 
 INPUT_DEPENDENT = dict.fromkeys(
-    ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing"), False
+    ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing", "indexer", "moba"), False
 )
-INPUT_DEPENDENT |= dict.fromkeys(("topk", "bottomk", "lsh", "routing"), True)
+INPUT_DEPENDENT |= dict.fromkeys(("topk", "bottomk", "lsh", "routing", "indexer", "moba"), True)
 
 
 def test_every_kind_is_known_here():
@@ -281,7 +408,9 @@ def test_the_kept_keys_follow_the_scores_exactly_where_it_says_so(name):
     kind, k = ATTENTIONS[name], None if ATTENTIONS[name].dense else 3
     q, keys = torch.randn(2, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0))
     centroids = first_centroids(0, 0, (1, 3, 4)) if name == "routing" else None
-    one, other = (select_keys(name, k, sign * q, keys, 1.0, None, centroids=centroids) for sign in (1, -1))
+    indexer = indexer_of(1, 4).float()
+    states = {"centroids": centroids, "indexer": indexer}
+    one, other = (select_keys(name, k, sign * q, keys, 1.0, None, **states) for sign in (1, -1))
     if kind.keeps == "redrawn":
         assert not torch.equal(one, other)
         assert one.shape == (1, 1, 8, 3)
@@ -289,7 +418,7 @@ def test_the_kept_keys_follow_the_scores_exactly_where_it_says_so(name):
         assert one is other is None
     else:
         assert torch.equal(one, other) != kind.input_dependent
-        assert one.shape == (1, 1, 8, 3) or name == "routing"
+        assert one.shape == (1, 1, 8, 6 if name == "moba" else 3) or name == "routing"
 
 
 @pytest.mark.parametrize("name", ["", "Full", "top-k", "causal", "masked", "sparse"])
@@ -308,6 +437,9 @@ def test_an_unknown_kind_is_refused_with_those_that_are_known(name, tiny_model):
         ("hash_rounds", 2, "lsh"),
         ("clusters", 2, "routing"),
         ("score_gradient", "straight-through", "topk"),
+        ("indexer_width", 4, "indexer"),
+        ("indexer_warm_up", 0, "indexer"),
+        ("chosen_blocks", 3, "moba"),
     ],
 )
 def test_an_option_that_a_kind_does_not_know_is_refused_with_the_kinds_that_know_it(

@@ -74,7 +74,8 @@ def test_a_text_stands_beside_the_file(sweep, story, tmp_path):
     [
         (
             "k = 50\n",
-            "full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh and routing do. "
+            "full attention takes no k; banded, block, topk, bottomk, random, redrawn, lsh, routing, indexer and "
+            "moba do. "
             "Got k=50.",
         ),
         (

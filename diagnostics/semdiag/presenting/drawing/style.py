@@ -33,7 +33,7 @@ R = TypeVar("R")
 _COLORBLIND = (
     "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9",
 )  # fmt: skip
-_RED, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = (_COLORBLIND[i] for i in (3, 5, 6, 7, 8, 9))
+_AMBER, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = (_COLORBLIND[i] for i in (1, 5, 6, 7, 8, 9))
 # Text in these has a contrast of 4.5 : 1 on white.
 _FULL = "#3d3d3d"
 _TOPK = "#c2570c"
@@ -101,6 +101,8 @@ ATTENTION_STYLES = {
     "redrawn": AttentionStyle("redrawn-k", _YELLOW, "p", (0, (1, 3)), 1.1),
     "lsh": AttentionStyle("LSH", _SKY, "*", (0, (8, 1, 1, 1)), 1.9),
     "routing": AttentionStyle("routing", _ROSE, "h", (0, (5, 1, 1, 1, 1, 1)), 1.9),
+    "indexer": AttentionStyle("indexer", _SHARED, "X", (0, (7, 2)), 1.9),
+    "moba": AttentionStyle("MoBA", _AMBER, "H", (0, (3, 1)), 1.9),
 }
 MASK_STYLES = {
     "topk": AttentionStyle("top-k by head", _TOPK, "o", "-", 1.9),
