@@ -134,7 +134,7 @@ class Steps:
         losses = F.cross_entropy(logits, labels, reduction="none").view(batch.shape)
         for parameter in self._parameters:
             parameter.grad = None
-        (losses.mean(1).sum() + self._encoder.take_divergence()).backward()
+        (losses.mean(1).sum() + self._encoder.take_divergence()).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             self._totals[0] += losses.detach().sum(1)
             self._totals[1] += (logits.argmax(1) == labels).view(batch.shape).sum(1)

@@ -266,7 +266,7 @@ class Indexer(nn.Module):
         queries, keys = (t.detach().transpose(1, 2).flatten(2) for t in (q, keys))
         projected = self.query(queries).unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, heads, L, width)
         products = (projected @ self.key(keys)[:, None].mT / math.sqrt(self.width)).relu()
-        scores = (self.weight(queries).mT[..., None] * products).sum(1)
+        scores: Tensor = (self.weight(queries).mT[..., None] * products).sum(1)
         return scores if valid is None else scores.masked_fill(~valid[:, None, :], -math.inf)
 
 
@@ -275,7 +275,7 @@ def select_by_indexer(q: Tensor, keys: Tensor, valid: Tensor | None, layer: "Att
     indexer = layer.indexer
     assert indexer is not None  # made with the encoder
     with torch.set_grad_enabled(layer.training and torch.is_grad_enabled()):
-        scores = indexer(q, keys, valid)
+        scores: Tensor = indexer(q, keys, valid)
         if layer.training:
             indexer.divergence = divergence_from_attention(scores, q, keys, valid, layer.scale)
             indexer.steps += 1

@@ -47,7 +47,7 @@ def train_epoch(trainer: "Trainer", after_batch: Callable[["Trainer"], None]) ->
         logits = trainer.forward(tokens, trainer.padded)
         losses = F.cross_entropy(logits, labels, reduction="none")
         encoder.zero_grad()
-        (losses.mean() + encoder.take_divergence()).backward()
+        (losses.mean() + encoder.take_divergence()).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             loss += losses.detach().sum()
             hits += (logits.argmax(1) == labels).sum()
