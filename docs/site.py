@@ -15,7 +15,7 @@ PLACES = (
     "benchmarks/*",
     "tests/fixtures/*",
 )
-SHOWN = {".md", ".svg", ".png", ".html", ".csv", ".cff", ".ipynb", ".py", ".toml", ".json"}
+SHOWN = {".md", ".svg", ".png", ".html", ".csv", ".cff", ".ipynb", ".py", ".toml", ".json", ".yml"}
 MOST = 1_000_000  # bytes of a file
 
 

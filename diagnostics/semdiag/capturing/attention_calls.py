@@ -93,8 +93,8 @@ def watch_attention(
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
 
-    It works for any model (docs/your-own-model.md). Nothing is left behind. Outputs are those of the model without the
-    watch, to the last bit, except where the rounding differs: the fused paths of ``nn.TransformerEncoder`` and
+    It works for any model (docs/your-own-model.md). Nothing is left behind. Outputs are those of the model alone,
+    to the last bit, except where the rounding differs: the fused paths of ``nn.TransformerEncoder`` and
     ``nn.MultiheadAttention`` in evaluation mode without gradients, and compiled models, run as they were written.
     It never stops the model: if it fails itself, the audit says so. What ``consume`` raises is raised there.
 
