@@ -406,7 +406,7 @@ class OperationWatch(dispatch.TorchDispatchMode):
         if self.recorder.covered or self.recorder.foreign or self._is_empty(plan, result):
             return None
         inputs = [*tensors((*args, *kwargs.values()) if kwargs else args)]
-        if not _are_stored(inputs) or (result is not None and not _are_stored(tensors((result,)))):
+        if not _are_stored(inputs if result is None else (*inputs, *tensors((result,)))):
             self._skip_without_storage(plan.name, inputs)
             return None
         if plan.name in SUMS or self.merged.follows:
