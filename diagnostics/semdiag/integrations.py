@@ -18,7 +18,8 @@ class MonitorCallback(TrainerCallback):
 
     def __init__(self, every: int = 200, **options: Any) -> None:
         self.monitor: Monitor | None = None
-        self._every, self._options = every, options
+        self._every = every
+        self._options = options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Start the monitor of the model that is trained."""

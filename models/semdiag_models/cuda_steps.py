@@ -51,14 +51,14 @@ class StackedEmbedding(nn.Module):
 
 def stacked_encoder(encoders: "Sequence[Encoder]") -> "Encoder":
     """Return an encoder of the samples of several, one after the other, with parameters (G, …)."""
-    together = copy.deepcopy(encoders[0])
+    stack = copy.deepcopy(encoders[0])
     kinds: dict[type[nn.Module], Any] = {nn.Linear: StackedLinear, nn.Embedding: StackedEmbedding}
-    for name, layer in list(together.named_modules()):
+    for name, layer in list(stack.named_modules()):
         if type(layer) in kinds:
             layers = [encoder.get_submodule(name) for encoder in encoders]
             parent, _, attribute = name.rpartition(".")
-            setattr(together.get_submodule(parent), attribute, kinds[type(layer)](layers))
-    return together
+            setattr(stack.get_submodule(parent), attribute, kinds[type(layer)](layers))
+    return stack
 
 
 class Steps:

@@ -170,8 +170,8 @@ def train_seed_runs(
 ) -> None:  # fmt: skip
     """Train all runs to their ends: on CUDA together if they can share their steps, else one after another."""
     trainers = list(folders)
-    together = stackable(trainers)
-    facts = {**provenance, "seeds_at_once": len(trainers)} if together else provenance
+    one_stack = stackable(trainers)
+    facts = {**provenance, "seeds_at_once": len(trainers)} if one_stack else provenance
     finish: dict[Trainer, Callable[[Progress], None]] = {}
     diverged: dict[int, str] = {}
 
@@ -180,7 +180,7 @@ def train_seed_runs(
         after_epoch(trainer, progress)
 
     try:
-        for group in [trainers] if together else [[trainer] for trainer in trainers]:
+        for group in [trainers] if one_stack else [[trainer] for trainer in trainers]:
             finish |= {trainer: _start_run(folders[trainer], trainer, facts) for trainer in group}
             set_random_state(group[0].rng)
             try:

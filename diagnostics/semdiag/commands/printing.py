@@ -179,7 +179,7 @@ def conclusion(result: Verification) -> str:
     if result.rules:
         parts.append(f"{sum(r.passed for r in result.rules)} of {len(result.rules)} rules hold")
     if result.compared:
-        unmatched = sum(moved.quantity == "model" for moved in result.drifts)
+        unmatched = sum(change.quantity == "model" for change in result.drifts)
         numbers = len(result.drifts) - unmatched
         changes = [f"{counted(numbers, 'number')} left the baseline"] if numbers else []
         changes += [f"{counted(unmatched, 'model')} of the baseline not matched"] if unmatched else []

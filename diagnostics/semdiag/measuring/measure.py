@@ -241,8 +241,8 @@ def _add_remarks(audit: Audit, loaded: LoadedModel, draws: QueryDraws, left_out:
 
 def _check_samples(samples: int, labels: Tensor | None) -> None:
     if labels is not None and len(labels) != samples:
-        got = f"{len(labels)} for {counted(samples, 'sample')}"
-        raise InputError(f"labels must have one entry per sample. Got {got}.")
+        counts_words = f"{len(labels)} for {counted(samples, 'sample')}"
+        raise InputError(f"labels must have one entry per sample. Got {counts_words}.")
     if labels is not None and labels.ndim != 1:
         raise InputError(f"labels must be one class per sample, of shape ({samples},). Got {tuple(labels.shape)}.")
     if not samples:
@@ -270,8 +270,8 @@ def _provenance(run: ModelRun, queries: int | None, min_keys: int) -> dict[str, 
 
 def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
     if real is not None and (len(real) < count or (len(real) > count and samples is None)):
-        got = f"{counted(len(real), 'row')} for {counted(count, 'sample')}"
-        raise InputError(f"real must have one row per sample. Got {got}.")
+        counts_words = f"{counted(len(real), 'row')} for {counted(count, 'sample')}"
+        raise InputError(f"real must have one row per sample. Got {counts_words}.")
 
 
 def no_attention(path: str, audit: Audit) -> InputError:

@@ -247,15 +247,15 @@ class Reader:
             return ""
         if not math.isfinite(value := float(loss)):
             return ""
-        moved = _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
-        ours = [_cross_entropy(values, each) for each in (targets, moved)]
+        next_targets = _next_tokens(targets, torch.ones_like(targets, dtype=torch.bool))
+        losses = [_cross_entropy(values, each) for each in (targets, next_targets)]
         rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(1.0, abs(value))
-        there, earlier = (abs(each - value) for each in ours)
+        there, earlier = (abs(each - value) for each in losses)
         if there <= rounding or earlier <= rounding:
             self._moved = None if there == earlier else earlier < there  # the nearer of two that are near
             return ""
         places = ("", " (each label one position earlier)")
-        texts = " or ".join(f"{x:.4g}{at}" for x, at in zip(ours, places, strict=True) if math.isfinite(x))
+        texts = " or ".join(f"{x:.4g}{at}" for x, at in zip(losses, places, strict=True) if math.isfinite(x))
         return f"on the first batch the model's own loss is {value:.4g}, and that of its logits {texts}"
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
@@ -343,10 +343,10 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
             output = _values(run(changed_batch), changed_batch)[0][at : at + 1]
     except Exception:  # the model may reject these inputs, which are not the user's: then the test is void
         return False
-    moved = difference(output, values).abs().amax(-1)  # (1, L)
+    output_changes = difference(output, values).abs().amax(-1)  # (1, L)
     sizes = values[real].abs()
     noise = _SAME * sizes.where(sizes.isfinite(), 0).max()  # logits of what never follows are -inf
-    return bool(moved[earlier].max() <= noise) and bool(moved[later].max() > noise)
+    return bool(output_changes[earlier].max() <= noise) and bool(output_changes[later].max() > noise)
 
 
 def _sample(batch: Batch, at: int) -> Batch:

@@ -26,10 +26,10 @@ _Witness = list[tuple[list[int], int, int]]  # inputs, each with its label and w
 def receptive_fields(config: ModelConfig) -> Tensor:
     """Return the tokens of the input on which each pooled output can depend."""
     length = config.length
-    front = config.cls_tokens
+    cls_tokens = config.cls_tokens
     positions = length + config.extra_tokens
     reaches = torch.zeros(positions, length)
-    reaches[front : front + length] = torch.eye(length)
+    reaches[cls_tokens : cls_tokens + length] = torch.eye(length)
     for layer in range(config.blocks):
         reaches = ((_steps(config, layer) @ reaches) > 0).float()
     return (reaches[:1] if config.pooling == "cls" else reaches) > 0
@@ -40,14 +40,14 @@ def _steps(config: ModelConfig, layer: int) -> Tensor:
     positions = config.length + config.extra_tokens
     if ATTENTIONS[config.attention].keeps != "fixed":
         return torch.ones(positions, positions)
-    front, back = config.everywhere
+    leading, trailing = config.everywhere
     blank = torch.zeros(1, config.heads, positions, 1)
     with torch.device("meta"):  # its weights are not needed
         attention = Attention(config, layer)
     selected_keys = attention.select(blank, blank, None)
     assert selected_keys is not None  # a fixed set
     steps = as_mask(selected_keys, positions)[0].any(0).float()
-    steps[:front] = steps[positions - back :] = 1.0
+    steps[:leading] = steps[positions - trailing :] = 1.0
     return steps + torch.eye(positions)
 
 

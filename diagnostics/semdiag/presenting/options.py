@@ -40,7 +40,10 @@ def models(incomplete: str) -> list[str]:
     return [*matching, *(path for path in paths if path.rstrip(os.sep) not in matching)]
 
 
-MEASURE, WHERE, OUTPUT = "What is measured", "Where it runs", "Output"  # headings of the help
+# Headings of the help.
+MEASURE = "What is measured"
+WHERE = "Where it runs"
+OUTPUT = "Output"
 
 
 def command_option(help: str, *names: str, panel: str = MEASURE, rare: bool = False, **more: Any) -> Any:

@@ -52,7 +52,8 @@ class Stages(SurveyProgress):
         if self._begun:
             self._minutes.begin()
         self._bar.advance(self._whole, int(self._begun))
-        self._begun, self._stage_started = True, clock()
+        self._begun = True
+        self._stage_started = clock()
         self._bar.reset(self._step, total=steps or None, description=_shown(stage))
 
     def expect(self, steps: int) -> None:

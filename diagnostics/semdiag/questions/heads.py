@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.estimates import counterfactual_ks
 from semdiag.measuring.findings.findings import Findings, modules_by_layer, records
-from semdiag.measuring.metrics import METRICS, NATS, SHARE
+from semdiag.measuring.metrics import METRICS, NATS, SHARE, Metric
 from semdiag.measuring.words import counted, layer_name, number
 from semdiag.presenting.answer import Answer, Glance, Outcome, heading, with_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError, heat_map, name_cells, short_labels
@@ -102,11 +102,14 @@ def head_cells(findings: Findings) -> HeadMap | None:
             words = f"Layer {layer_name(layer, modules)}, head {head}: {_cell_words(row)}"
             line.append((head, colour_share(quantity, row.get(quantity, math.nan), largest), words))
         rows.append((layer, line))
-    title = f"{metric.label.capitalize()} of each head"
-    if metric.unit == SHARE:
-        title = f"Share of each head's {metric.label}"
     middle = largest / (4 if quantity == "dispersion" else 2)
-    return HeadMap(quantity, title, metric.text(middle), metric.text(largest), heads, rows)
+    return HeadMap(quantity, _map_title(metric), metric.text(middle), metric.text(largest), heads, rows)
+
+
+def _map_title(metric: Metric) -> str:
+    if metric.unit == SHARE:
+        return f"Share of each head's {metric.label}"
+    return f"{metric.label.capitalize()} of each head"
 
 
 def colour_share(quantity: str, value: float, largest: float) -> float | None:

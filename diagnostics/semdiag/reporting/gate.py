@@ -201,7 +201,7 @@ def _matched(baseline: list[Entry], now: list[Entry]) -> dict[int, int]:
             for e in range(len(baseline))
             if e not in matched
         }
-        claims = [m for several in agreeing.values() for m in several]
+        claims = [m for candidates in agreeing.values() for m in candidates]
         matched |= {e: m[0] for e, m in agreeing.items() if len(m) == 1 and claims.count(m[0]) == 1}
     return matched
 
@@ -292,8 +292,8 @@ def drift(findings: Findings, baseline: list[Entry], tolerance: float = TOLERANC
     matches = _matched(baseline, now)
     unmatched = [model for m, model in enumerate(now) if m not in matches.values()]
     missing = [_missing(entry, unmatched) for e, entry in enumerate(baseline) if e not in matches]
-    missing.sort(key=lambda gone: bool(gone.among))
-    candidates = {path for gone in missing for path in gone.among}
+    missing.sort(key=lambda missing_model: bool(missing_model.among))
+    candidates = {path for missing_model in missing for path in missing_model.among}
     new = tuple(model["model"] for model in unmatched if model["model"] not in candidates)
     moved = [change for e, m in sorted(matches.items()) for change in _moved(baseline[e], now[m], tolerance)]
     return [*missing, *moved], Compared(len(now), len(matches), new)
@@ -329,7 +329,8 @@ def _same(was: float, now: float, tolerance: float) -> bool:
 
 def layer_gate(findings: Findings, results: list[GateResult], every: bool = False) -> list[GateResult]:
     """Compare the median dispersion of paired models in each layer: in all it must hold, or in more than half."""
-    gates, tables = [], findings(layer_percentiles, "dispersion")
+    gates = []
+    tables = findings(layer_percentiles, "dispersion")
     for pair in (result.pair for result in results):
         sides = (tables[model].set_index("layer")["p50"].to_dict() for model in (pair.full, pair.counterpart))
         full, topk = ({int(str(layer)): median for layer, median in side.items()} for side in sides)
@@ -351,7 +352,8 @@ def invariants(findings: Findings) -> list[Invariant]:
     measurements = findings.measurements
     models = measurements.models
     answers = {completeness(row): row for row in records(models)}
-    layers, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
+    layers = int(models["attention_found"].sum())
+    captured = int(models["attention_captured"].sum())
     bad = int(measurements.non_finite["scores"].sum())
     # The deviation is rounding and differs between processors: its digits are meaningless while it is allowed.
     deviation = "is what the model computed, within rounding"
@@ -408,8 +410,8 @@ class Verification:
             yield "rule", f"{rule.rule.text}: {rule.model}", f"{rule.model}: ", rule.fault
         if self.compared and not self.drifts:
             yield "baseline", "nothing has drifted", "", ""
-        for moved in self.drifts:
-            yield "baseline", f"{moved.model}: {moved.quantity}", "", moved.words
+        for change in self.drifts:
+            yield "baseline", f"{change.model}: {change.quantity}", "", change.words
 
     @property
     def failures(self) -> list[str]:
@@ -444,7 +446,7 @@ class Verification:
             "rules": [
                 {"rule": r.rule.text, "model": r.model, "value": r.value, "passed": r.passed} for r in self.rules
             ],
-            "drift": [asdict(moved) for moved in self.drifts],
+            "drift": [asdict(change) for change in self.drifts],
             "baseline": None if self.compared is None else asdict(self.compared),
             "models": self.findings(tracked_numbers),
         }

@@ -97,8 +97,8 @@ def _laid_out(file: SelectionFile, layout: str) -> LaidOut:
     heads = sizes.get("heads", 1)
 
     def one(tensor: Tensor) -> Tensor:
-        moved = tensor.permute(*order, tensor.ndim - 1)
-        return moved.reshape(-1, layers * heads, tensor.shape[-1])[valid].flatten(0, 1).cpu()
+        ordered = tensor.permute(*order, tensor.ndim - 1)
+        return ordered.reshape(-1, layers * heads, tensor.shape[-1])[valid].flatten(0, 1).cpu()
 
     ids = integer_tensor(file.tokens, "tokens")
     if ids is not None:

@@ -87,8 +87,10 @@ def _by_head(name: str, rows: Any, heads: int, width: int) -> Tensor:
     """Return (tokens, heads · width), or the last token's (heads · width,), as (1, heads, tokens, width)."""
     rows = rows[None] if isinstance(rows, Tensor) and rows.ndim == 1 else rows
     if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != heads * width or not len(rows):
-        got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-        raise ValueError(f"{heads} heads of width {width} need tensors (tokens, {heads * width}). Got {got}.")
+        shape_words = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise ValueError(
+            f"{heads} heads of width {width} need tensors (tokens, {heads * width}). Got {shape_words}."
+        )
     if not rows.is_floating_point():
         raise ValueError(f"{name}: queries and keys must be floating-point numbers. Got {type_name(rows)}.")
     if not _is_stored(rows):
@@ -121,9 +123,9 @@ def read_routed_experts(
     else:
         content = read_plain(path) if path.suffix == ".pt" else read_arrays(path, ["routed_experts"])
         experts = _from_tensors(path, content.get("routed_experts") if isinstance(content, Mapping) else content)
-    got = tuple(experts.shape)
-    if layers not in (None, got[1]) or k not in (None, got[2]):
-        raise InputError(f"{path} has the shape {got}, not (tokens, {layers}, {k}): are axes swapped?")
+    shape = tuple(experts.shape)
+    if layers not in (None, shape[1]) or k not in (None, shape[2]):
+        raise InputError(f"{path} has the shape {shape}, not (tokens, {layers}, {k}): are axes swapped?")
     if experts.numel() and int(experts.min()) < -1:
         raise InputError(f"{path} names the expert {int(experts.min())}; -1 stands for none, others count from 0.")
     return experts

@@ -147,9 +147,11 @@ class _Rows:
         """Return the scores of some rows under a form, -inf beyond their sequence."""
         scores = torch.full((len(numbers), self.width), -torch.inf, dtype=torch.float64)
         for at, sequence in enumerate(self.sequences):
-            here = (self.sequence[numbers] == at).nonzero().squeeze(1)
-            if len(here):
-                scores[here, : len(sequence.keys)] = index_scores(sequence, form, self.place[numbers[here]])
+            of_sequence = (self.sequence[numbers] == at).nonzero().squeeze(1)
+            if len(of_sequence):
+                scores[of_sequence, : len(sequence.keys)] = index_scores(
+                    sequence, form, self.place[numbers[of_sequence]]
+                )
         return scores
 
     def share_of_form(self, form: IndexerForm, by_scores: bool) -> float:
@@ -181,14 +183,14 @@ class _Rows:
         """Return by how much the scores of some rows may differ, (rows, 1)."""
         sizes = torch.empty(len(numbers), 1, dtype=torch.float64)
         for at, sequence in enumerate(self.sequences):
-            here = (self.sequence[numbers] == at).nonzero().squeeze(1)
-            rows = self.place[numbers[here]]
+            of_sequence = (self.sequence[numbers] == at).nonzero().squeeze(1)
+            rows = self.place[numbers[of_sequence]]
             queries = (sequence.queries[rows].norm(dim=-1) * sequence.head_weights[rows].abs()).sum(
                 1, keepdim=True
             )
             width = len(sequence.norm_weight)
             widest = sequence.norm_weight.abs().amax() * width**0.5 + sequence.norm_bias.norm()
-            sizes[here] = queries * widest
+            sizes[of_sequence] = queries * widest
         return _ALIKE * sizes
 
     def share(self, scores: Tensor, sets: Tensor, numbers: Tensor, k: int | None = None) -> float:
@@ -232,8 +234,8 @@ def _of_choices(rows: _Rows, donors: dict[str, Tensor]) -> Iterator[tuple[str, s
     if chosen != k:
         yield "k", f"k = {chosen} instead of {k}", rows.share(right, sets, at, chosen)
     for shift in (1, -1):
-        moved = (sets - shift).masked_fill(sets < 0, -1)
-        yield "indices", f"indices are counted from {shift}", rows.share(right, moved, at)
+        shifted = (sets - shift).masked_fill(sets < 0, -1)
+        yield "indices", f"indices are counted from {shift}", rows.share(right, shifted, at)
     for name, scores in donors.items():
         yield "sharing", f"the choice of {name}", rows.share(_filled(scores[at].double(), rows.width), sets, at)
     for late in (1, 2, 3, 4):
@@ -293,9 +295,9 @@ def _forms(rows: _Rows) -> Iterator[tuple[str, str, IndexerForm]]:
     yield "sum over heads", "no ReLU", replace(form, relu="none")
     yield "sum over heads", "ReLU of the sum", replace(form, relu="sum")
     yield "sum over heads", "largest head instead of the sum", replace(form, total="max")
-    for ahead in (1, -1, 2, -2):
-        words = f"{ahead} later" if ahead > 0 else f"{-ahead} earlier"
-        yield "mask", f"last allowed key {words}", replace(form, ahead=form.ahead + ahead)
+    for offset in (1, -1, 2, -2):
+        words = f"{offset} later" if offset > 0 else f"{-offset} earlier"
+        yield "mask", f"last allowed key {words}", replace(form, ahead=form.ahead + offset)
     yield "mask", "no causal mask", replace(form, causal=False)
     chunk = 2
     while chunk < rows.width:

@@ -276,12 +276,12 @@ class Calls:
         if rows.places is not None:
             sent["places"] = rows.places
 
-        def receive(here: Tensors) -> None:
-            queries = here.pop("real").numpy()
-            keys = here.pop("some_keys").numpy()
-            places = here.pop("places").numpy() if "places" in here else None
+        def receive(tensors: Tensors) -> None:
+            queries = tensors.pop("real").numpy()
+            keys = tensors.pop("some_keys").numpy()
+            places = tensors.pop("places").numpy() if "places" in tensors else None
             self._reduced.append(
-                ReducedCall(place, first, keys_before, queries, places, keys, RowStatistics(**here))
+                ReducedCall(place, first, keys_before, queries, places, keys, RowStatistics(**tensors))
             )
 
         self._arrivals.send(sent | {"real": rows.queries, "some_keys": rows.keys}, receive)
@@ -307,8 +307,10 @@ def _check_seen(layer: int, chosen: Tensor, visible: Tensor) -> None:
 def _group(name: str, group: Any, samples: int, length: int) -> Tensor:
     tokens = torch.as_tensor(group)
     if tokens.dtype != torch.bool or tokens.shape not in ((length,), (samples, length)):
-        got = f"{str(tokens.dtype).removeprefix('torch.')} of {tuple(tokens.shape)}"
-        raise InputError(f"The group {name} must be bool, ({length},) or ({samples}, {length}). Got {got}.")
+        shape_words = f"{str(tokens.dtype).removeprefix('torch.')} of {tuple(tokens.shape)}"
+        raise InputError(
+            f"The group {name} must be bool, ({length},) or ({samples}, {length}). Got {shape_words}."
+        )
     return tokens.cpu().expand(samples, length)
 
 

@@ -116,11 +116,11 @@ class Ranks:
                 dist.destroy_process_group(self._group)
         self._group = None
 
-    def _gathered(self, mine: Any) -> list[Any]:
+    def _gathered(self, entry: Any) -> list[Any]:
         if (size := dist.get_world_size(self._group) if dist.is_initialized() else -1) < 1:
             raise RuntimeError("the training has closed its groups")
         gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, mine, group=self._group)
+        dist.all_gather_object(gathered, entry, group=self._group)
         return gathered
 
     def _go_on_alone(self, step: int, why: str) -> None:

@@ -152,9 +152,11 @@ def _draw_letter_values(
     floor = ax.get_ylim()[0]
     logarithmic = ax.get_yscale() == "log"
     for low, high, share, white in _BOXES:
-        bottom, top = table[low], table[high]
+        bottom = table[low]
+        top = table[high]
         if logarithmic:
-            bottom, top = max(bottom, floor), max(top, floor)
+            bottom = max(bottom, floor)
+            top = max(top, floor)
         if top > bottom or not logarithmic:
             broad = width if narrow else width * share
             box = Rectangle((x - broad / 2, bottom), broad, top - bottom)
@@ -187,10 +189,12 @@ def layer_boxes(ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFram
 def layers_span(symbol: str, tables: Iterable[pd.DataFrame]) -> str:
     """Return in words between which layers' medians a quantity in nats lies."""
     rows = pd.concat(tables, ignore_index=True)
-    medians, layers = rows["p50"][np.isfinite(rows["p50"])], rows["layer"]
+    medians = rows["p50"][np.isfinite(rows["p50"])]
+    layers = rows["layer"]
     if medians.empty:
         return f"{symbol} undefined"
-    low, high = medians.idxmin(), medians.idxmax()
+    low = medians.idxmin()
+    high = medians.idxmax()
     most = f" to {number(medians[high], 2)} in layer {layers[high]}" if low != high else ""
     return f"median {symbol} of {number(medians[low], 2)} nats in layer {layers[low]}{most}"
 
@@ -203,7 +207,7 @@ def kinds_of(series: Sequence[Series]) -> list[str]:
 
 def layers_with(series: Sequence[Series], holds: Sequence["pd.Series[bool]"]) -> str:
     """Return in how many layers something holds of each model, like ``4 of 5 layers with top-k``."""
-    counts = [f"{of.sum()} of {len(of)}" for of in holds]
+    counts = [f"{flags.sum()} of {len(flags)}" for flags in holds]
     parts = [f"{count} with {kind}" for count, kind in zip(counts, kinds_of(series), strict=True)]
     return ", ".join(parts).replace(" with", " layers with", 1)
 
@@ -409,7 +413,8 @@ def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[n
     at_least = repeats[::-1].cumsum()[::-1] / repeats.sum()
     if distinct.size > points:
         chosen = np.unique(np.linspace(0, distinct.size - 1, points).round().astype(int))
-        distinct, at_least = distinct[chosen], at_least[chosen]
+        distinct = distinct[chosen]
+        at_least = at_least[chosen]
     return distinct, at_least
 
 

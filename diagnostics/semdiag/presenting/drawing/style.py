@@ -356,8 +356,10 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
 
 
 # How ids of groups begin: maps of light and of dark pages, one over the other, and numbers in their cells.
-LIGHT_MAP, DARK_MAP = "light-map", "dark-map"
-DEEP_CELL, PALE_CELL = "deep-cell", "pale-cell"
+LIGHT_MAP = "light-map"
+DARK_MAP = "dark-map"
+DEEP_CELL = "deep-cell"
+PALE_CELL = "pale-cell"
 
 # In dark mode these become: the ground, inks, grid and hatches, and the kinds' colours, of which text is legible.
 _DARK = {

@@ -171,8 +171,8 @@ def _sound_inputs(
 def _kind(measurements: Measurements, model: str) -> tuple[str, int]:
     """Return the attention, and the keys of an ordinary query, of a model with a mask."""
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    apart = "cls_as_key False" in str(row["setting"])
-    local_cls = row["pooling"] == "cls" and row["attention"] in LOCAL and not apart
+    cls_not_key = "cls_as_key False" in str(row["setting"])
+    local_cls = row["pooling"] == "cls" and row["attention"] in LOCAL and not cls_not_key
     return str(row["attention"]), int(row["k"]) + int(row["global_tokens"]) + local_cls
 
 

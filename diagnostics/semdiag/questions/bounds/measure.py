@@ -40,7 +40,7 @@ Slopes = tuple[float, float]
 
 
 def parameter_slopes(
-    encoder: Encoder, tokens: Tensor, labels: Tensor, seed: int, score_reach: float, still: Collection[str]
+    encoder: Encoder, tokens: Tensor, labels: Tensor, seed: int, score_reach: float, zero_bounds: Collection[str]
 ) -> dict[str, Slopes]:
     """Measure the mean cross-entropy's slopes in every parameter tensor; no secants of those that stand still."""
     encoder.zero_grad(set_to_none=True)
@@ -50,11 +50,11 @@ def parameter_slopes(
     tensors = named_tensors(encoder)
     rounding = _ROUNDING * (1 + score_reach)
     total = math.sqrt(sum(float(t.gradient.square().sum()) for t in tensors if t.gradient is not None))
-    few = max(1, _SECANT_TOKENS // tokens.shape[1])
+    batch_samples = max(1, _SECANT_TOKENS // tokens.shape[1])
     generator = torch.Generator().manual_seed(seed)
 
-    first = tokens[:few]
-    classes = labels[:few]
+    first = tokens[:batch_samples]
+    classes = labels[:batch_samples]
     valid = encoder.valid(first)
     with torch.no_grad():
         entering = [encoder.embed(first)]  # each block, and the classifier at last
@@ -77,7 +77,7 @@ def parameter_slopes(
         gradient = tensor.values * 0 if tensor.gradient is None else tensor.gradient
         size = float(gradient.norm())
         log_secant = math.nan
-        if tensor.name not in still:
+        if tensor.name not in zero_bounds:
             log_secant = _largest_secant(tensor, gradient, loss, start, rounding * (1 + abs(start)), generator)
         slopes[tensor.name] = _log(size, rounding * total), log_secant
     encoder.zero_grad(set_to_none=True)
@@ -170,8 +170,10 @@ def measure_constants(
     if classes is not None:
         point = score_gradient_bounds(runner, tokens, classes) if secants else {}
         reach = max(float(trace.score_reach.max()) for trace in traces.layers)
-        still = {t.name for t in named_tensors(runner) if not secants or forms.log_sound[t.bound] == -math.inf}
-        slopes = parameter_slopes(runner, tokens, classes, seed, reach, still)
+        zero_bounds = {
+            t.name for t in named_tensors(runner) if not secants or forms.log_sound[t.bound] == -math.inf
+        }
+        slopes = parameter_slopes(runner, tokens, classes, seed, reach, zero_bounds)
     rows = [row for layer, block in enumerate(forms.blocks) for row in _layer_rows(layer, block)]
     rows += list(_network_rows(forms, local))
     constants = CONSTANTS.of_rows({"model": model, **row} for row in rows)

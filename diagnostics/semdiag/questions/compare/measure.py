@@ -356,7 +356,7 @@ def comparison_tables(
         for batch in batches:
             _check_batch(base, batch)
             _check_batch(variant, batch)
-            moved = batching.moved(batch, one.device, one.dtype)
+            on_device = batching.moved(batch, one.device, one.dtype)
             size = samples_of(batch)
             batch_labels = None if labels is None else labels[first : first + size]
             random_numbers = RandomNumbers(one.device)
@@ -366,7 +366,7 @@ def comparison_tables(
                 random_numbers.again()
                 with pair.of("other"):
                     after = two(batch)
-            outputs.add(before, after, moved, batch_labels, first)
+            outputs.add(before, after, on_device, batch_labels, first)
             first += size
             after_batch(size)
     if pair.left_out:

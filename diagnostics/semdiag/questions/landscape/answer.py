@@ -158,10 +158,12 @@ def landscape_contour(findings: Findings) -> Figure:
     side = round(len(planes[0][1]) ** 0.5)
     samples = counted(int(shown["samples"].min()), "sample")
     seed = findings.measurements.provenance.get("seed")
-    how = f"{counted(shown['plane'].nunique(), 'random plane')}, each tensor's direction as long as the tensor"
+    seed_words = "" if seed is None else f" (seed {seed})"
+    planes_words = counted(shown["plane"].nunique(), "random plane")
     return finished(
         figure,
-        f"{how}{'' if seed is None else f' (seed {seed})'}; {side} × {side} cells, each one model that was run on "
+        f"{planes_words}, each tensor's direction as long as the tensor{seed_words}; "
+        f"{side} × {side} cells, each one model that was run on "
         f"{samples}, deterministic: there is no sampling interval within a plane. ‖θ‖: length of all parameters "
         "of the checkpoint. Cross: the checkpoint.\nColours are the evaluated cells themselves; contour lines of "
         "the loss, at the same values everywhere, are interpolated between them.",
@@ -193,9 +195,11 @@ def _draw_cells(ax: Axes, plane: pd.DataFrame, name: str, scale: Normalize, colo
     ax.grid(visible=False)
     ax.set_aspect("equal", adjustable="box")
     ax.set(xlabel="first direction, in ‖θ‖", ylabel="second direction, in ‖θ‖")
-    here = plane.loc[plane["place"] == "checkpoint", name].iloc[0]
+    checkpoint_value = plane.loc[plane["place"] == "checkpoint", name].iloc[0]
     title_with_facts(
-        ax, words, [f"cells {np.nanmin(values):.3g} to {np.nanmax(values):.3g}", f"checkpoint {here:.3g}"]
+        ax,
+        words,
+        [f"cells {np.nanmin(values):.3g} to {np.nanmax(values):.3g}", f"checkpoint {checkpoint_value:.3g}"],
     )
     return image
 

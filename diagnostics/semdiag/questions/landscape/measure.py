@@ -41,16 +41,16 @@ def landscape_table(
     """Evaluate loss and accuracy on every cell of random planes through a checkpoint, of which a copy is moved."""
     loaded = unnamed(model)
     plan = plan or LandscapePlan()
-    moved = MovableEncoder(loaded.encoder, device=device, dtype=dtype)
-    tokens, labels = usable_samples(moved.encoder, tokens, labels, device)
+    movable = MovableEncoder(loaded.encoder, device=device, dtype=dtype)
+    tokens, labels = usable_samples(movable.encoder, tokens, labels, device)
     generator = torch.Generator().manual_seed(seed)
     axis = (plan.radius * np.linspace(-1.0, 1.0, plan.grid)).tolist()
     rows: list[dict[str, Any]] = []
     for number in range(plan.planes):
-        plane = random_plane(moved.origin, moved.slices(), generator)
+        plane = random_plane(movable.origin, movable.slices(), generator)
         for place, x, y in [("checkpoint", 0.0, 0.0), *(("grid", x, y) for y in axis for x in axis)]:
-            moved.move_to(plane.point(x, y) if place == "grid" else moved.origin)
-            loss, accuracy = moved.loss_and_accuracy(tokens, labels)
+            movable.move_to(plane.point(x, y) if place == "grid" else movable.origin)
+            loss, accuracy = movable.loss_and_accuracy(tokens, labels)
             after_point(1)
             distance = float(plane.distances(torch.tensor(x), torch.tensor(y)))
             facts = {"plane": number, "kind": "random", "x": x, "y": y, "distance": distance, "place": place}

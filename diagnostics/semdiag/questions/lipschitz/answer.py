@@ -126,8 +126,8 @@ def estimate_findings(findings: Findings) -> list[Finding]:
         scored = gradients[gradients["ln_point"].notna()]
         slopes = pd.concat([scored["slope"], measured[JACOBIANS]["norm"]])
         blocks = measured[JACOBIANS]["ln_exact"].fillna(measured[JACOBIANS]["ln_point"])
-        near = pd.concat([scored["ln_point"], blocks])
-        results.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
+        log_bounds = pd.concat([scored["ln_point"], blocks])
+        results.append(_judged(model, AT_POINT, slopes, log_bounds, log_bounds < math.inf))
         bounds = gradients.groupby("group")["ln_sound"].max()
         assumptions_hold = gradients.groupby("group")["holds"].all()
         results.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
@@ -153,8 +153,8 @@ def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, h
         "not_met": int((~usable).sum()),
     }
     numbers: dict[str, float] = dict(counts)
-    apart = usable & np.isfinite(bounds) & np.isfinite(logs)  # where neither is 0
-    gaps = bounds[apart] - logs[apart]
+    distinct = usable & np.isfinite(bounds) & np.isfinite(logs)  # where neither is 0
+    gaps = bounds[distinct] - logs[distinct]
     if usable.any():
         numbers["largest measured"] = float(values[usable].max())
     if gaps.size:
@@ -180,8 +180,8 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
             verdict = Verdict.VIOLATED
         numbers = {"radii": len(rows), "lower": lower, "higher": higher, "planes": int(rows["planes"].min())}
         numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
-        few = numbers["planes"] < FEWEST
-        note = f"random planes: {numbers['planes']}, too few for an interval" if few else ""
+        too_few_planes = numbers["planes"] < FEWEST
+        note = f"random planes: {numbers['planes']}, too few for an interval" if too_few_planes else ""
         judged.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers, note, percentile))
     return judged
 
@@ -257,10 +257,10 @@ def lipschitz_claims(findings: Findings) -> list[Claim]:
     below = sum(int(finding.numbers["holds"]) for finding in bounded)
     words = f"{exceeding:,} of {counted(exceeding + below, 'estimate')} exceed their bound"
     if ordered:
-        less = sum(finding.verdict is Verdict.HOLDS for finding in ordered)
+        flatter = sum(finding.verdict is Verdict.HOLDS for finding in ordered)
         steeper = sum(finding.verdict is Verdict.VIOLATED for finding in ordered)
-        cases = f"{less} of {counted(len(ordered), 'case')} (percentiles of secants), steeper in {steeper}"
-        cases += f", inconclusive in {len(ordered) - less - steeper}"
+        cases = f"{flatter} of {counted(len(ordered), 'case')} (percentiles of secants), steeper in {steeper}"
+        cases += f", inconclusive in {len(ordered) - flatter - steeper}"
         words = f"The loss is less steep around the sparse model in {cases}; {words}"
     labels = model_labels(findings.measurements.models)
     claims = [Claim("steepness", f"{words}.", value=exceeding, unit="estimates")]

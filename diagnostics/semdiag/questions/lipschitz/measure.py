@@ -95,20 +95,20 @@ def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -
     counted = torch.ones_like(x[..., :1]) if valid is None else valid[..., None].to(x)
 
     def mapped(tokens: Tensor) -> Tensor:
-        moved: Tensor = block(tokens, valid) * counted
-        return moved
+        outputs: Tensor = block(tokens, valid) * counted
+        return outputs
 
     def jvp(tangent: Tensor) -> Tensor:
         with warnings.catch_warnings():
             for category in (DeprecationWarning, FutureWarning):  # torch's version decides which
                 warnings.filterwarnings("ignore", _TORCH_DEPRECATION, category)
-            moved: Tensor = torch.func.jvp(mapped, (x,), (tangent,))[1]
-        return moved
+            outputs: Tensor = torch.func.jvp(mapped, (x,), (tangent,))[1]
+        return outputs
 
-    back = torch.func.vjp(mapped, x)[1]
+    pull_back = torch.func.vjp(mapped, x)[1]
 
     def vjp(cotangent: Tensor) -> Tensor:
-        pulled: Tensor = back(cotangent)[0]
+        pulled: Tensor = pull_back(cotangent)[0]
         return pulled * counted
 
     norm = token_jacobian_norm(jvp, vjp, start * counted)
@@ -126,14 +126,14 @@ def radii(largest: float, count: int = 7) -> tuple[float, ...]:
 
 
 def plane_secants(
-    moved: MovableEncoder, loss: Loss, sizes: Sequence[float], planes: int, directions: int, seed: int
+    movable: MovableEncoder, loss: Loss, sizes: Sequence[float], planes: int, directions: int, seed: int
 ) -> Iterator[Row]:
     """Yield secants between all pairs of the checkpoint and evenly spaced points on circles around it."""
     generator = torch.Generator().manual_seed(seed)
-    start = loss(moved.origin)
+    start = loss(movable.origin)
     angles = 2 * np.pi * np.arange(directions) / directions
     for draw in range(planes):
-        plane = random_plane(moved.origin, moved.slices(), generator)
+        plane = random_plane(movable.origin, movable.slices(), generator)
         for radius in sizes:
             places = radius * np.stack([np.cos(angles), np.sin(angles)], 1)
             values = np.array([start, *(loss(plane.point(float(x), float(y))) for x, y in places)])
@@ -147,17 +147,17 @@ def plane_secants(
                 yield _row("all", draw, radius, float(distance), float(change))
 
 
-def line_secants(moved: MovableEncoder, loss: Loss, sizes: Sequence[float], seed: int) -> Iterator[Row]:
+def line_secants(movable: MovableEncoder, loss: Loss, sizes: Sequence[float], seed: int) -> Iterator[Row]:
     """Yield secants on random lines along which one group of tensors moves and the others stay."""
     generator = torch.Generator().manual_seed(seed)
-    start = loss(moved.origin)
+    start = loss(movable.origin)
     for group, draw in itertools.product(GROUPS, range(LINES)):
-        direction = random_direction(moved.origin, moved.slices(group), generator)
+        direction = random_direction(movable.origin, movable.slices(group), generator)
         length = float(direction.norm())
         if length == 0:
             continue
         for radius in sizes:
-            ends = [loss(moved.origin + sign * radius * direction) for sign in (1, -1)]
+            ends = [loss(movable.origin + sign * radius * direction) for sign in (1, -1)]
             for end in ends:
                 yield _row(group, draw, radius, radius * length, abs(end - start))
             yield _row(group, draw, radius, 2 * radius * length, abs(ends[0] - ends[1]))
@@ -172,51 +172,56 @@ _TOKENS = 4000  # of one backward pass
 
 
 def ball_gradients(
-    moved: MovableEncoder, tokens: Tensor, labels: Tensor, radius: float, draws: int, seed: int
+    movable: MovableEncoder, tokens: Tensor, labels: Tensor, radius: float, draws: int, seed: int
 ) -> Iterator[Row]:
     """Yield gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it."""
     generator = torch.Generator().manual_seed(seed)
     for draw in range(draws + 1):
         size = 0.0
-        point = moved.origin
+        point = movable.origin
         if draw:
             size = radius * (1 - float(torch.rand((), generator=generator, dtype=torch.float64)))
-            direction = random_direction(moved.origin, moved.slices(), generator)
-            point = moved.origin + size * direction
-        moved.move_to(point)
-        distance = float((point - moved.origin).norm())
-        norms = gradient_norms(moved, tokens, labels)
-        forms = network_forms(moved.encoder, trace_inputs(moved.encoder, tokens))
-        bounds = _group_bounds(moved, forms.log_sound) | {"all": float(forms.sound.log_value)}
-        at_point = [] if draw else [*score_gradient_bounds(moved.encoder, tokens, labels).values()]  # b_k has none
-        near = float(log_root_sum_squares(torch.tensor(at_point, dtype=torch.float64))) if at_point else math.nan
+            direction = random_direction(movable.origin, movable.slices(), generator)
+            point = movable.origin + size * direction
+        movable.move_to(point)
+        distance = float((point - movable.origin).norm())
+        norms = gradient_norms(movable, tokens, labels)
+        forms = network_forms(movable.encoder, trace_inputs(movable.encoder, tokens))
+        bounds = _group_bounds(movable, forms.log_sound) | {"all": float(forms.sound.log_value)}
+        at_point = (
+            [] if draw else [*score_gradient_bounds(movable.encoder, tokens, labels).values()]
+        )  # b_k has none
+        log_norm = (
+            float(log_root_sum_squares(torch.tensor(at_point, dtype=torch.float64))) if at_point else math.nan
+        )
         for group, slope in norms.items():
             row = {"draw": draw, "radius": size, "distance": distance, "group": group, "slope": slope}
-            row["ln_point"] = near if group == "qk" else math.nan
+            row["ln_point"] = log_norm if group == "qk" else math.nan
             yield {**row, "ln_sound": bounds[group], "holds": forms.sound.holds}
 
 
-def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
+def gradient_norms(movable: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
     """Return the 2-norm of the mean cross-entropy's gradient at the current point, in total and by group."""
-    moved.encoder.zero_grad(set_to_none=True)
+    movable.encoder.zero_grad(set_to_none=True)
     per_pass = max(1, _TOKENS // tokens.shape[1])
     for ids, classes in zip(torch.split(tokens, per_pass), torch.split(labels, per_pass), strict=True):
-        loss = F.cross_entropy(moved.encoder(ids), classes, reduction="sum") / len(tokens)
+        loss = F.cross_entropy(movable.encoder(ids), classes, reduction="sum") / len(tokens)
         loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved.encoder.parameters()]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in movable.encoder.parameters()]
     gradient_vector = torch.cat([gradient.flatten() for gradient in gradients])
-    moved.encoder.zero_grad(set_to_none=True)
+    movable.encoder.zero_grad(set_to_none=True)
     squares = {
-        group: sum(float(gradient_vector[part].square().sum()) for part in moved.slices(group)) for group in GROUPS
+        group: sum(float(gradient_vector[part].square().sum()) for part in movable.slices(group))
+        for group in GROUPS
     }
     return {"all": float(gradient_vector.norm())} | {group: math.sqrt(x) for group, x in squares.items()}
 
 
-def _group_bounds(moved: MovableEncoder, log_sound: Mapping[str, Tensor]) -> dict[str, float]:
+def _group_bounds(movable: MovableEncoder, log_sound: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the root of the sum of squares of each group's constants; a weight and its bias may share one."""
     bounds = {}
     for group in GROUPS:
-        names = dict.fromkeys(place.bound for place in moved.places if place.group == group)
+        names = dict.fromkeys(place.bound for place in movable.places if place.group == group)
         constants = torch.stack([log_sound[name].reshape(()) for name in names])
         bounds[group] = float(log_root_sum_squares(constants, dim=0))
     return bounds
@@ -262,23 +267,23 @@ def lipschitz_tables(
     loaded = unnamed(model)
     plan = plan or LipschitzPlan()
     device = with_float64(device)
-    moved = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
-    broken = not_finite(moved.encoder)
+    movable = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
+    broken = not_finite(movable.encoder)
     if broken:
         raise InputError(f"{loaded.path} cannot be moved: its tensor {broken[0]} holds a NaN or an infinity.")
     labels = None if labels is None else labels[: plan.samples]
-    tokens, labels = usable_samples(moved.encoder, tokens[: plan.samples], labels, device)
+    tokens, labels = usable_samples(movable.encoder, tokens[: plan.samples], labels, device)
 
     def loss(point: Tensor) -> float:
-        moved.move_to(point)
+        movable.move_to(point)
         after_point(1)
-        return moved.loss_and_accuracy(tokens, labels)[0]
+        return movable.loss_and_accuracy(tokens, labels)[0]
 
-    rows: dict[str, list[Row]] = {"jacobians": list(block_jacobians(moved.encoder, tokens, seed))}
-    secants = plane_secants(moved, loss, radii(plan.radius), plan.planes, plan.directions, seed)
-    rows["loss_secants"] = [*secants, *line_secants(moved, loss, radii(plan.radius), seed)]
+    rows: dict[str, list[Row]] = {"jacobians": list(block_jacobians(movable.encoder, tokens, seed))}
+    secants = plane_secants(movable, loss, radii(plan.radius), plan.planes, plan.directions, seed)
+    rows["loss_secants"] = [*secants, *line_secants(movable, loss, radii(plan.radius), seed)]
     rows["loss_gradients"] = []
-    for row in ball_gradients(moved, tokens, labels, plan.radius, plan.draws, seed):
+    for row in ball_gradients(movable, tokens, labels, plan.radius, plan.draws, seed):
         rows["loss_gradients"].append(row)
         after_point(int(row["group"] == "all"))
     return {

@@ -31,8 +31,8 @@ class PrecisionPlan(Plan):
         names = tuple(dict.fromkeys(number_format(name).name for name in self.formats))
         coarser = [name for name, kind in FORMATS.items() if kind.digits <= FORMATS["float32"].digits]
         if not names or not {*names} <= {*coarser}:
-            got = ", ".join(map(str, self.formats)) or "none"
-            raise InputError(f"Masks are compared in {', '.join(coarser)} against float64. Got {got}.")
+            listed = ", ".join(map(str, self.formats)) or "none"
+            raise InputError(f"Masks are compared in {', '.join(coarser)} against float64. Got {listed}.")
         check_least(self, k=1)
         object.__setattr__(self, "formats", names)
 

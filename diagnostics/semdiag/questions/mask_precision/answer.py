@@ -201,8 +201,8 @@ def draw_survival(findings: Findings, table: Table, rows: pd.DataFrame, note: st
         ax.set_ylim(0, 1.03)
         ax.set_title(name, fontsize=9)
     axes[0].set_ylabel("share of masks unchanged, S′ = S")
-    only = f"{curves[0].capitalize()}. " if len(curves) == 1 else ""
-    return finished(figure, f"{only}Heads pooled; dotted: certified to be unchanged. {note}.")
+    single_curve = f"{curves[0].capitalize()}. " if len(curves) == 1 else ""
+    return finished(figure, f"{single_curve}Heads pooled; dotted: certified to be unchanged. {note}.")
 
 
 @drawing(

@@ -169,14 +169,14 @@ def _least_stable(level: Summary) -> list[Summary]:
 def _output_claim(level: Summary, model: str) -> Claim:
     """Return what a noise level does to the model's outputs."""
     output = level["output"]
-    moved = number_from_json(output["logit_change"])
+    logit_change = number_from_json(output["logit_change"])
     change = "some logits are not numbers"
-    if math.isfinite(moved):
-        change = f"logits move by {percent(moved, '.2f')} of their norm"
+    if math.isfinite(logit_change):
+        change = f"logits move by {percent(logit_change, '.2f')} of their norm"
     words = f"Noise {level['noise']:g}: {change}, {percent(output['flipped'], '.2f')} of the predictions change"
     if output["accuracy_after"] is not None:
         words += f", accuracy {percent(output['accuracy_before'])} → {percent(output['accuracy_after'])}"
-    return Claim(f"output-{level['noise']:g}", f"{words}.", model, moved, "share of the norm")
+    return Claim(f"output-{level['noise']:g}", f"{words}.", model, logit_change, "share of the norm")
 
 
 def _parts(findings: Findings, model: str, result: Summary) -> list[Claim | NumberTable | Collapsible]:
@@ -246,8 +246,8 @@ def _result(findings: Findings, model: str, table: pd.DataFrame, effects: pd.Dat
         "levels": levels,
         "precision": precision,
     }
-    ready: Summary = json_ready(result)
-    return ready
+    json_values: Summary = json_ready(result)
+    return json_values
 
 
 @drawing(

@@ -130,11 +130,11 @@ def _strip(
         common = inside.expand(*later.shape[:-1], -1).gather(-1, later).sum(-1)
     weights = _weights(clean if sign > 0 else -clean, allowed, before.positions if chosen is not None else None)
     kept_noisy = None if chosen is None else _copies(chosen, samples, levels)[0].clamp(min=0)
-    moved = _weights(noisy[0] if sign > 0 else -noisy[0], allowed, kept_noisy).sub_(weights).abs_().sum(-1)
+    response = _weights(noisy[0] if sign > 0 else -noisy[0], allowed, kept_noisy).sub_(weights).abs_().sum(-1)
     return {
         "counted": keys > set_size, "separation": before.separation, "common": common,
         "changed": common < set_size, "certified": certified(width, before.separation, rounding),
-        "swing": swing, "response": moved,
+        "swing": swing, "response": response,
         "set_size": torch.full_like(before.separation, set_size, dtype=torch.int64), "keys": keys,
     }  # fmt: skip
 

@@ -484,8 +484,14 @@ def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
     first = order[differs].groupby([rows["tokens"], rows["token"]]).min().value_counts()
     classes = {name: rows["class"] == name for name in (NUMERIC, BUG, UNEXPLAINED)}
     table = rows[["module", *places, "overlap", "lost"]].assign(rows=1, changed=differs, **classes)
-    how = {"rows": "sum", "overlap": "mean", "changed": "sum", **dict.fromkeys(classes, "sum"), "lost": "mean"}
-    layers = table.groupby(["module", *places], as_index=False, sort=False).agg(how)
+    aggregations = {
+        "rows": "sum",
+        "overlap": "mean",
+        "changed": "sum",
+        **dict.fromkeys(classes, "sum"),
+        "lost": "mean",
+    }
+    layers = table.groupby(["module", *places], as_index=False, sort=False).agg(aggregations)
     layers = layers.sort_values(places, ignore_index=True)
     layers.insert(6, "first", pd.Series(layers.index).map(first).fillna(0).astype("int64"))
     return layers

@@ -176,7 +176,8 @@ def _draw(ax: Axes, panel: Panel, loads: dict[str, "pd.Series[int]"]) -> None:
             fontsize=9, color=FAINT,
         )  # fmt: skip
     for series in panel.series:
-        style, (x, y) = series.style, exceedance_curve(loads.get(series.model, ()))
+        style = series.style
+        x, y = exceedance_curve(loads.get(series.model, ()))
         line: dict[str, Any] = {"color": style.color, "linestyle": style.line}
         ax.plot([], [], markersize=4, marker=style.marker, label=series.label, **line)
         if len(x):  # every key has a load of at least 0

@@ -142,8 +142,8 @@ def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") ->
 
 def _not_met(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
     fixed = _fixed(rows, bound)
-    apart = rows["separation"].to_numpy() > 0
-    unknown: NDArray[np.bool_] = ~(rows[bound].to_numpy() < math.inf) | (~fixed & ~apart)
+    separated = rows["separation"].to_numpy() > 0
+    unknown: NDArray[np.bool_] = ~(rows[bound].to_numpy() < math.inf) | (~fixed & ~separated)
     return unknown
 
 
@@ -206,12 +206,12 @@ def response_table(findings: Findings) -> pd.DataFrame:
         for level in sorted(secants["level"].unique()):
             if (pair.full, level) not in rows or (pair.counterpart, level) not in rows:
                 continue
-            other = rows[pair.counterpart, level]
+            counterpart = rows[pair.counterpart, level]
             full = rows[pair.full, level]
-            ratio = ratio_interval(other, full, "weight_change", resamples=RESAMPLES)
+            ratio = ratio_interval(counterpart, full, "weight_change", resamples=RESAMPLES)
             results.append(
                 {
-                    "pair": pair.label, "level": level, "mean": percentiles(other["weight_change"])["mean"],
+                    "pair": pair.label, "level": level, "mean": percentiles(counterpart["weight_change"])["mean"],
                     "full_mean": percentiles(full["weight_change"])["mean"], "ratio": ratio.estimate,
                     "low": ratio.low, "high": ratio.high,
                 }
@@ -401,10 +401,10 @@ def _shown(name: str, result: Summary) -> Iterator[str | NumberTable]:
     levels = [level["noise"] for level in result["all"].get("response", [])]
     for place, level in enumerate(levels or [None]):
         at = f" at noise {level:g}" if len(levels) > 1 else ""
-        moved = [{**row, **row["by_noise"][place]} if at else row for row in rows]
+        table_rows = [{**row, **row["by_noise"][place]} if at else row for row in rows]
         response = [Column(f"response.{place}.mean", f"response {level:g}")] if levels else []
         yield f"{name}: softmax stability{at}"
-        yield NumberTable([*_COLUMNS, *response], [_WITHOUT_NOISE | row for row in moved])
+        yield NumberTable([*_COLUMNS, *response], [_WITHOUT_NOISE | row for row in table_rows])
 
 
 POINTS = 300
@@ -471,8 +471,8 @@ def _rows(findings: Findings) -> pd.DataFrame:
     models = measurements.models[measurements.models["attention"].isin(FIXED_MASKS)]
     for model, attention in zip(models["model"], models["attention"], strict=True):
         secants = with_bounds(measurements[SECANTS][measurements[SECANTS]["model"] == model], attention)
-        moved = (secants["secant"] > 0) & (secants["dispersion"] > 0) & np.isfinite(secants["ln_sound"])
-        parts.append(secants.assign(attention=attention, above=exceeding(secants, "ln_paper"))[moved])
+        usable = (secants["secant"] > 0) & (secants["dispersion"] > 0) & np.isfinite(secants["ln_sound"])
+        parts.append(secants.assign(attention=attention, above=exceeding(secants, "ln_paper"))[usable])
     rows: pd.DataFrame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return rows
 

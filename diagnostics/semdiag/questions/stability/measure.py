@@ -157,12 +157,12 @@ def measure_secants(
         noise = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
         copies += level * token_size(copies) * noise
 
-    few = list(first_samples(batches, samples))
-    length, keys = longest_call(loaded, few, device, torch.float64)
+    first_batches = list(first_samples(batches, samples))
+    length, keys = longest_call(loaded, first_batches, device, torch.float64)
     most = max(_FEWEST, _PAIRS // (min(length, QUERIES) * keys))
-    if loaded.external and (length > QUERIES or most < sum(map(samples_of, few))):
-        few = list(first_samples(few, most))
-        taken = counted(sum(map(samples_of, few)), "sample")
+    if loaded.external and (length > QUERIES or most < sum(map(samples_of, first_batches))):
+        first_batches = list(first_samples(first_batches, most))
+        taken = counted(sum(map(samples_of, first_batches)), "sample")
         remark(f"noise: {taken}, and at most {QUERIES} evenly spaced queries of each", "noise-thinned")
     heads = _HEADS if loaded.external else loaded.encoder.config.heads
     at_once = max(1, _SCORES // (2 * heads * length * keys))
@@ -171,7 +171,7 @@ def measure_secants(
             level = noise
             done = 0
             generators.clear()
-            for part in (part for batch in few for part in small_parts(batch, at_once)):
+            for part in (part for batch in first_batches for part in small_parts(batch, at_once)):
                 size = samples_of(part)
                 copies = moved(repeated(part, 2), run.device, run.dtype)
                 if loaded.external:
