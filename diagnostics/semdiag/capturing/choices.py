@@ -10,7 +10,7 @@ from semdiag.capturing import call_strips
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import QueryReach, Strip
 from semdiag.capturing.kept_keys import Choice, hide, without_fixed
-from semdiag.capturing.rules import Keep, RandomK, Rule, SameAs, SkipTiles, TopK, TopP
+from semdiag.capturing.rules import ByIndexer, Keep, RandomK, Rule, SameAs, SkipTiles, TopK, TopP
 from semdiag.capturing.tiles import GroupedMask, Tiles
 from semdiag.mathematics.block_estimates import TileSums, block_scores
 from semdiag_files import InputError
@@ -281,6 +281,28 @@ class DrawnKeys(Choice):
         return self._priorities
 
 
+class IndexedKeys(Choice):
+    """The keys that a function of queries and keys scores highest, the same in all heads."""
+
+    rule: ByIndexer
+
+    def __init__(self, rule: ByIndexer, call: AttentionCall, hold: bool = False) -> None:
+        super().__init__(rule, call, rule.k)
+        self.keeps_all = rule.k >= call.k.shape[2]
+        self.heads_together = True
+        if hold and not self.keeps_all:
+            self._hold()
+
+    def _chosen(self, strip: Strip, scores: Tensor | None, allowed: Tensor, fixed: Tensor | None) -> Tensor:
+        call = self.call
+        queries = call.q[strip.samples, :, strip.queries].float()
+        keys = call.k[strip.samples][:, :, strip.keys].float()
+        index_scores = self.rule.score(queries, keys).float()[:, None]
+        shared = allowed.any(1, keepdim=True)
+        chosen = call_strips.mark_largest(index_scores.masked_fill(~shared, -torch.inf), self._k[:1])
+        return chosen.expand(-1, call.q.shape[1], -1, -1) & allowed
+
+
 class ReusedKeys(Choice):
     """The keys that an earlier layer kept, by its mask (B, 1 or H, Lq, Lk)."""
 
@@ -323,6 +345,8 @@ def choice_of(rule: Rule, call: AttentionCall, hold: bool = False) -> Choice:
             return TopShare(rule, call, hold)
         case RandomK():
             return DrawnKeys(rule, call, hold)
+        case ByIndexer():
+            return IndexedKeys(rule, call, hold)
     raise TypeError(f"{rule} takes its keys from another layer.")
 
 

@@ -1,8 +1,10 @@
 """Rules that choose keys: top-k of keys or of blocks for tiles of queries, top-p, windows, random, thresholds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import as_whole_number, as_whole_numbers
@@ -193,7 +195,30 @@ class SameAs:
     layer: int
 
 
-Rule = TopK | TopP | RandomK | SkipTiles | SameAs
+@dataclass(frozen=True, eq=False)
+class ByIndexer:
+    """Each query keeps the k allowed keys that a function scores highest, the same in all heads.
+
+    Args:
+        k: number of kept keys, 1 or more; of equal scores the first key is kept.
+        score: a function of queries (B, H, Lq, D) and keys (B, Hk, Lk, D) in float32 to scores (B, Lq, Lk).
+
+    Raises:
+        InputError: if k is below 1.
+
+    Example:
+        >>> ByIndexer(4, lambda q, k: (q @ k.mT).mean(1)).k
+        4
+    """
+
+    k: int
+    score: Callable[[Tensor, Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        as_whole_number(self.k, "k", 1)
+
+
+Rule = TopK | TopP | RandomK | SkipTiles | SameAs | ByIndexer
 Keep = Rule | Mapping[int | str | tuple[str, int], Rule]
 
 

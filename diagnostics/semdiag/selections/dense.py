@@ -161,11 +161,11 @@ class _Join:
         rows = (real & (allowed.sum(1) > self.k[indexer])).nonzero().squeeze(1)
         if not len(rows):
             return
-        weights = _weights(part, rows, allowed)
+        weights = row_weights(part, rows, allowed)
         k = self.k[indexer]
         choice = _top(self.scores[indexer][sample][rows], k)
         self.rows.append(
-            _measured(weights, choice, allowed[rows], k).assign(module=call.module, indexer=indexer, k=k)
+            kept_in_rows(weights, choice, allowed[rows], k).assign(module=call.module, indexer=indexer, k=k)
         )
         for donor, scores in self.scores.items():
             shared = _top(scores[sample][rows], k)
@@ -183,7 +183,7 @@ class _Join:
             )
 
 
-def _weights(part: AttentionCall, rows: Tensor, allowed: Tensor) -> Tensor:
+def row_weights(part: AttentionCall, rows: Tensor, allowed: Tensor) -> Tensor:
     """Return the weights (H, rows, Lk) of one sample in float64; a sink takes its share."""
     scores = part.part(queries=rows.to(part.q.device)).scores(torch.float64)[0].cpu()
     scores = scores.masked_fill(~allowed[rows], -torch.inf)
@@ -198,7 +198,7 @@ def _top(scores: Tensor, k: int) -> Tensor:
     return as_mask(scores.topk(k, -1).indices, scores.shape[-1])
 
 
-def _measured(weights: Tensor, choice: Tensor, allowed: Tensor, k: int) -> pd.DataFrame:
+def kept_in_rows(weights: Tensor, choice: Tensor, allowed: Tensor, k: int) -> pd.DataFrame:
     """Return what a choice keeps, a row for each head and query."""
     best = _top(weights, k)
     newest = _top(torch.arange(allowed.shape[1]).masked_fill(~allowed, -1), k)
