@@ -112,6 +112,7 @@ def of(indexer):
     return lambda q, k: indexer(q, k, None)
 
 
+@pytest.mark.slow
 def test_a_fit_lowers_the_divergence_and_leaves_the_model_as_it_was(model, texts):
     before = {name: t.clone() for name, t in model.state_dict().items()}
     fit = IndexerFit(replace(SMALL, passes=40))
