@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from rich.console import Console
 
+MOST_LINES = 23  # of tables that go on for long, without ``--all``: 30 with what is printed around them
 MOST = 5  # sentences with which the terminal begins, at most
 
 
@@ -121,13 +122,27 @@ class Answer:
     results: Mapping[str, Summary] = field(default_factory=dict)  # what JSON says of each model, beside its facts
     more: Mapping[str, Any] = field(default_factory=dict)  # what else JSON says
     shown: Sequence[Shown] = ()  # lines and tables on the terminal
+    most_lines: int | None = None  # of these without ``--all``; None: all
     opening: Sequence[Claim] | None = None  # what comes before these; None: headline, or else details
 
 
 def show(answer: Answer, every: bool = False) -> None:
     """Print the tables and lines of an answer, those about errors of semdiag in red; ``every``: expanded."""
     console = wide_console()
-    for part in answer.shown:
+    if every or answer.most_lines is None:
+        _print_shown(console, answer.shown, every)
+        return
+    with console.capture() as captured:
+        _print_shown(console, answer.shown, every)
+    lines = captured.get().splitlines(keepends=True)
+    left_out = len(lines) - answer.most_lines
+    console.file.write("".join(lines[: answer.most_lines]))
+    if left_out > 0:
+        console.file.write(f"{counted(left_out, 'more line')}: --all shows them.\n")
+
+
+def _print_shown(console: "Console", shown: Sequence[Shown], every: bool) -> None:
+    for part in shown:
         if not isinstance(part, Collapsible):
             _print_part(console, part)
             continue

@@ -61,7 +61,7 @@ QUESTION = Question(
     checkpoints/even-pairs-full-seed-153476998[/]
     """,
     BoundsPlan,
-    takes=("against",),
+    takes=("against", "every"),
     leave_out=("per_query", "head"),
     defaults={"dtype": "float64"},
     conditions={"encoders_only": True},

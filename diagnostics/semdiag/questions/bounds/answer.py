@@ -29,6 +29,7 @@ from semdiag.measuring.findings.findings import (
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import UNKNOWN, counted, number, plain
 from semdiag.presenting.answer import (
+    MOST_LINES,
     Answer,
     Claim,
     Glance,
@@ -194,6 +195,7 @@ def answer(findings: Findings) -> Answer | None:
         results=results,
         more={"scope": SCOPE, "pairs": pairs},
         shown=[*shown, SCOPE],
+        most_lines=MOST_LINES,
         opening=headline,  # the tables have the other sentences
     )
 

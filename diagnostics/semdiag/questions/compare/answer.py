@@ -105,26 +105,36 @@ def comparison_claims(model: str, result: Summary, modules: Sequence[str] = ()) 
     """Return claims on what changed from the base to the model."""
     return [
         *_beginning(model, result["heads"], modules),
-        _weights_claim(model, result, modules),
+        *_weights_claims(model, result, modules),
         *_attention_output(model, result["all"]),
         *_outputs(model, result["outputs"]),
     ]
 
 
-def _weights_claim(model: str, result: Summary, modules: Sequence[str]) -> Claim:
+def _weights_claims(model: str, result: Summary, modules: Sequence[str]) -> list[Claim]:
     pooled = result["all"]
     if not pooled["largest"]:
-        return Claim("weights", f"The weights of all {pooled['queries']:,} queries are the same.", model, 0.0)
+        return [Claim("weights", f"The weights of all {pooled['queries']:,} queries are the same.", model, 0.0)]
     first = result["heads"][0]
     samples = result["outputs"]["samples"] if result["outputs"] else None
     ends = _ends(pooled)
-    sentence = (
-        f"Total variation of the weights: {number(pooled['total_variation'])} in the mean of "
-        f"{counted(pooled['queries'], 'query')} ({interval_words(*ends, _three_digits, samples)}), "
-        f"{number(pooled['largest'])} at most; most in layer {layer_name(first['layer'], modules)}, "
-        f"head {first['head']}: {number(first['total_variation'])}."
+    mean = pooled["total_variation"]
+    place = f"layer {layer_name(first['layer'], modules)}, head {first['head']}"
+    sentence = f"{_share_words(mean)} of the attention weight moves from A to B, most in {place}."
+    details = (
+        f"Total variation of the weights: {number(mean)} in the mean of {counted(pooled['queries'], 'query')} "
+        f"({interval_words(*ends, _three_digits, samples)}), {number(pooled['largest'])} at most; in {place}: "
+        f"{number(first['total_variation'])}."
     )
-    return Claim("weights", sentence, model, pooled["total_variation"], "total variation", ends)
+    return [
+        Claim("weights", sentence, model, mean, "total variation", ends),
+        Claim("weights-by-query", details, model, pooled["largest"], "total variation"),
+    ]
+
+
+def _share_words(share: float) -> str:
+    """Return a share in per cent, of a small one two digits: "12%", "0.0021%"."""
+    return f"{100 * share:.2g}%" if share < 0.1 else f"{share:.0%}"
 
 
 def _beginning(model: str, heads: list[Summary], modules: Sequence[str]) -> list[Claim]:
@@ -136,13 +146,14 @@ def _beginning(model: str, heads: list[Summary], modules: Sequence[str]) -> list
     if not first or not unchanged:
         return []
     most = max(_output_change(row) for row in first)
-    place = "there" if len(first) == 1 else "between the layer before and this one, or in it"
-    sentence = (
-        f"The change begins in layer {layer_name(layer, modules)}, {_head_names(first)} (total variation "
-        f"{number(max(row['largest'] for row in first))} at most, output {number(most)} of its norm): look for it "
-        f"{place}. What precedes is the same; heads of later layers may change only by their input."
+    place = "in that head" if len(first) == 1 else "between the layer before and this one, or in it"
+    sentence = f"The change begins in layer {layer_name(layer, modules)}, {_head_names(first)}."
+    details = (
+        f"The total variation is {number(max(row['largest'] for row in first))} there at most, the output "
+        f"changes by {number(most)} of its norm: look {place}. What precedes is the same; heads of later layers "
+        "may change only by their input."
     )
-    return [Claim("beginning", sentence, model, layer, "layer")]
+    return [Claim("beginning", sentence, model, layer, "layer"), Claim("beginning-place", details, model, most)]
 
 
 def _output_change(row: Summary) -> float:

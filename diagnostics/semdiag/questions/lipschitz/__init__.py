@@ -84,7 +84,7 @@ QUESTION = Question(
     checkpoints/even-pairs-topk-5-seed-153476998[/]
     """,
     LipschitzPlan,
-    takes=("against",),
+    takes=("against", "every"),
     leave_out=("dtype", "min_keys", "per_query", "head"),
     defaults={"samples": 100},
     conditions={"dtype": "float64", "encoders_only": True},

@@ -29,6 +29,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.words import FEWEST, counted, interval, number, text
 from semdiag.presenting.answer import (
+    MOST_LINES,
     Answer,
     Claim,
     Shown,
@@ -211,6 +212,7 @@ def answer(findings: Findings) -> Answer:
         results=results,
         more={"scope": SCOPE, "pairs": pairs},
         shown=[*shown, SCOPE],
+        most_lines=MOST_LINES,
         opening=claims,
     )
 

@@ -33,6 +33,7 @@ from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
 from semdiag.measuring.words import counted, interval_words, number, percent, plain
 from semdiag.presenting.answer import (
+    MOST_LINES,
     Answer,
     Claim,
     Glance,
@@ -244,6 +245,7 @@ def answer(findings: Findings) -> Answer:
         tables=tables,
         results=results,
         shown=shown,
+        most_lines=MOST_LINES,
     )
 
 
