@@ -264,7 +264,9 @@ def _hint_for(path: Path, runs: list[Path]) -> str:
     near = get_close_matches(str(path), run_of, n=1) or get_close_matches(path.name, run_of, n=1)
     if near:
         return f" Did you mean {run_of[near[0]]}?"
-    return "" if path.suffix == ".pt" else f" {_MODELS}"
+    if path.suffix == ".pt":
+        return ""
+    return f" {_MODELS}{pretrained.hint_of_hub(str(path))}"
 
 
 FOLDER_VARIABLE = "SEMDIAG_CHECKPOINTS"
@@ -480,6 +482,27 @@ def describe_model(model: LoadedModel) -> dict[str, Any]:
     return facts | {"parameters": parameters}
 
 
+LOAD_WEIGHTS = (
+    "Write a file mymodel.py whose function build() makes the model, calls "
+    'model.load_state_dict(torch.load("{path}", weights_only=True)) and returns it. Then name mymodel:build '
+    "instead of the file."
+)
+
+
+def _is_state_dict(content: Any) -> bool:
+    """Return whether the content of a file is weights by name."""
+    return isinstance(content, dict) and bool(content) and all(map(torch.is_tensor, content.values()))
+
+
+def state_dict_in(path: str | Path) -> dict[str, Tensor] | None:
+    """Return the weights by name in a file that holds nothing else; None for any other."""
+    file = Path(path)
+    if file.suffix not in (".pt", ".pth") or not file.is_file():
+        return None
+    content, _ = read_hashed(file)
+    return content if _is_state_dict(content) and not paper_code.is_released_code(content) else None
+
+
 def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> LoadedModel:
     file = Path(path)
     if (file / "last.pt").exists():
@@ -491,12 +514,9 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
         weights = weights_sha256(encoder.state_dict())
         return LoadedModel(str(path), digest, encoder, "paper code", weights_sha256=weights, **description)
     if not is_checkpoint(content):
-        if isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
-            raise InputError(
-                f"{path} holds weights without their model (a state dict). Write a file mymodel.py whose function "
-                f'build() makes the model, calls model.load_state_dict(torch.load("{path}", weights_only=True)) '
-                "and returns it. Then name mymodel:build instead of the file."
-            )
+        if _is_state_dict(content):
+            how = LOAD_WEIGHTS.format(path=path)
+            raise InputError(f"{path} holds weights without their model (a state dict). {how}")
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
             f"Make one with: semdiag train even-pairs --attention topk --k 5; {OF_YOUR_OWN}."

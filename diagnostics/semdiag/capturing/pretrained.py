@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -157,6 +158,7 @@ def find_folder(spec: str) -> Path:
         raise InputError(
             f"{spec}: {why}. Models are read from disk and never downloaded: name a "
             f"folder that model.save_pretrained() or hf download --local-dir wrote{_copy_in_cache(name)}."
+            f"{hint_of_hub(name)}"
         )
     if (folder / "adapter_config.json").exists():
         raise InputError(
@@ -168,6 +170,17 @@ def find_folder(spec: str) -> Path:
     check_files(folder)
     read_json(folder / "config.json")
     return folder
+
+
+def hint_of_hub(name: str) -> str:
+    """Return how to fetch a model of the Hub whose name this may be; empty if it is none: "gpt2", "org/name"."""
+    owner, _, repository = name.rpartition("/")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}", repository) or Path(owner or "nowhere").exists():
+        return ""
+    if owner and not re.fullmatch(r"[A-Za-z0-9][\w-]{0,95}", owner):
+        return ""
+    fetching = f"hf download {name} --local-dir {repository}"
+    return f" A model of the Hub is fetched by: {fetching}; then name hf:{repository}."
 
 
 def check_files(folder: Path) -> None:

@@ -13,7 +13,10 @@ from semdiag.presenting.question import CHECKPOINTS, Question, Request
 from semdiag.presenting.terminal import beside_json, say, tell, terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.table import Table
+    from torch import Tensor
 
     from semdiag.capturing.loading import LoadedModel
     from semdiag.reporting.gate import Verification
@@ -233,9 +236,13 @@ def info(
     """
     from rich.table import Column, Table
 
-    from semdiag.capturing.loading import load_all
+    from semdiag.capturing.loading import load_all, state_dict_in
     from semdiag.commands.measuring import read_config
 
+    weights = state_dict_in(model)
+    if weights is not None:
+        _show_weights(model, weights, as_json)
+        return
     (loaded,) = load_all([model], read_config(config), head)
     recorded = _recorded_weights(loaded)
     sections = _sections(loaded, recorded)
@@ -248,7 +255,8 @@ def info(
         content = {"results": [dict(zip(MODEL_FACTS, facts, strict=True))], **sections}
         typer.echo(json.dumps(json_ready({"schema": schema("info"), **content}), allow_nan=False))
         raise typer.Exit(bool(loaded.contradicted_by))
-    say(f"{loaded.path}: weights {recorded}.")
+    say(f"{loaded.path}: {_opening(loaded)}.")
+    say(f"Weights {recorded}.")
     console = terminal()
     for title, entries in sections.items():
         table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
@@ -256,6 +264,54 @@ def info(
             table.add_row(name, _cell(value))
         console.print(table if entries else f"{title}: not in this file")
     raise typer.Exit(bool(loaded.contradicted_by))
+
+
+def _opening(loaded: "LoadedModel") -> str:
+    """Return what a model is: "even-pairs, top-5, 5 blocks of 64, 125,122 parameters, 100% held out"."""
+    from semdiag.measuring.words import counted, number, percent
+    from semdiag_models.text import perplexity
+
+    parameters = counted(sum(p.numel() for p in loaded.module.parameters()), "parameter")
+    if loaded.external:
+        return f"{type(loaded.module).__name__}, {parameters}"
+    config = loaded.encoder.config
+    kind = {"full": "full attention", "topk": f"top-{config.k}"}.get(config.attention, config.attention)
+    parts = [kind, f"{counted(config.blocks, 'block')} of {config.width}", parameters]
+    if loaded.task is not None:
+        parts.insert(0, loaded.task)
+    accuracy = loaded.history.get("holdout_accuracy")
+    loss = loaded.history.get("holdout_loss")
+    if loss and loaded.training is not None and loaded.training.text is not None:
+        parts.append(f"perplexity {number(perplexity(loss[-1]))} held out")
+    elif accuracy:
+        parts.append(f"{percent(accuracy[-1], '.0f', strict=True)} held out")
+    return ", ".join(parts)
+
+
+def _show_weights(path: Path, weights: "Mapping[str, Tensor]", as_json: bool) -> None:
+    """Show names, shapes and types of weights without their model."""
+    from rich.table import Column, Table
+
+    from semdiag.capturing.loading import LOAD_WEIGHTS
+    from semdiag.measuring.findings.findings import schema
+    from semdiag.measuring.words import counted
+    from semdiag_files import visible
+
+    rows: list[dict[str, Any]] = [
+        {"name": str(name), "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        for name, tensor in weights.items()
+    ]
+    numbers = sum(tensor.numel() for tensor in weights.values())
+    if as_json:
+        content = {"schema": schema("info"), "results": [], "weights": rows, "parameters": numbers}
+        typer.echo(json.dumps(content))
+        return
+    say(f"{path}: weights without their model: {counted(len(rows), 'tensor')} of {counted(numbers, 'number')}.")
+    table = Table("name", Column("shape", justify="right"), "type")
+    for row in rows:
+        table.add_row(visible(row["name"]), " × ".join(map(str, row["shape"])) or "1", row["dtype"])
+    terminal().print(table)
+    say(LOAD_WEIGHTS.format(path=path))
 
 
 def _recorded_weights(loaded: "LoadedModel") -> str:

@@ -136,6 +136,9 @@ def test_inputs_that_do_not_fit(refusal, here, untouched, tiny_runs, command, ma
         (["--inputs", "kept.txt"], "was not trained on text: --inputs takes token ids (.npy, .npz or .pt)."),
         (["nowhere.pt"], "nowhere.pt does not exist."),
         (["own.models"], "own.models does not exist. Models are .pt files"),
+        (["gpt2"], "hf download gpt2 --local-dir gpt2; then name hf:gpt2."),
+        (["org/name-1.7b"], "hf download org/name-1.7b --local-dir name-1.7b; then name hf:name-1.7b."),
+        (["hf:org/name"], "hf download org/name --local-dir name; then name hf:name."),
     ],
 )
 @pytest.mark.parametrize("command", MEASURING)

@@ -2,6 +2,7 @@
 
 import torch
 
+from semdiag.measuring.words import percent
 from semdiag_models import sha256
 
 
@@ -55,3 +56,32 @@ def test_what_a_file_says_is_shown_as_it_is(run_semdiag, strict, tiny_runs, tmp_
     assert outcome.code == 0
     assert "[bold]not bold[/bold] [/] [/red]" in outcome.out
     assert strict(run_semdiag("info", tmp_path / "odd.pt", "--json").out)["provenance"]["loss"] is None
+
+
+def test_it_opens_with_what_the_model_is(run_semdiag, tiny_runs, tiny_models):
+    parameters = sum(p.numel() for p in tiny_models[1].module.parameters())
+    config = tiny_models[1].encoder.config
+    (accuracy,) = tiny_models[1].history["holdout_accuracy"][-1:]
+    first = run_semdiag("info", tiny_runs.topk).out.splitlines()[0]
+    expected = f"even-pairs, top-3, {config.blocks} blocks of {config.width}, {parameters:,} parameters, "
+    assert expected in first.replace("1 block of", "1 blocks of")
+    assert first.endswith(f"{percent(accuracy, '.0f', strict=True)} held out.")
+
+
+def test_weights_without_a_model_are_listed_with_names_and_shapes(run_semdiag, strict, here):
+    weights = {"layer.weight": torch.zeros(3, 4, dtype=torch.bfloat16), "bias": torch.zeros(())}
+    torch.save(weights, here / "weights.pt")
+    done = run_semdiag("info", "weights.pt")
+    assert (done.code, done.err) == (0, "")
+    for words in ("2 tensors of 13 numbers", "layer.weight", "3 × 4", "bfloat16", "mymodel:build"):
+        assert words in done.out
+    listed = strict(run_semdiag("info", "weights.pt", "--json").out)
+    assert listed["weights"][0] == {"name": "layer.weight", "shape": [3, 4], "dtype": "bfloat16"}
+    assert listed["parameters"] == 13
+
+
+def test_a_file_of_no_weights_is_refused_as_before(refusal, here):
+    torch.save({}, here / "empty.pt")
+    torch.save({"a": 1}, here / "other.pt")
+    assert "is not a semdiag checkpoint" in refusal("info", "empty.pt")
+    assert "is not a semdiag checkpoint" in refusal("info", "other.pt")
