@@ -26,18 +26,18 @@ _PLACE = ["model", "task", "length", "depth"]
 _OF_TILES = ["keys", "weight", "exact_weight", "top_weight", "recall", "chance"]
 
 
-def mcnemar(lost: int, found: int) -> float:
+def mcnemar(lost: int, gained: int) -> float:
     """Return the p of McNemar's exact test on paired answers, two-sided.
 
-    Formula: P(|2 X - n| >= |lost - found|) for X binomial with n = lost + found and probability 1/2: where a mask
-    helps as often as it harms, each of the texts that it changes is a fair coin. Texts on which both are right, or
-    both wrong, say nothing.
+    Formula: P(|2 X - n| >= |lost - gained|) for X binomial with n = lost + gained and probability 1/2: where a
+    mask helps as often as it harms, each of the texts that it changes is a fair coin. Texts on which both are
+    right, or both wrong, say nothing.
 
     Source: McNemar, Psychometrika 12 (1947), 153-157, exact form. Deviation: none.
 
     Args:
         lost: number of texts on which only the model as it is was right.
-        found: number of texts on which only the model with the mask was right.
+        gained: number of texts on which only the model with the mask was right.
 
     Returns:
         The probability, from 0 to 1; 1 where no answer changed.
@@ -46,7 +46,7 @@ def mcnemar(lost: int, found: int) -> float:
         >>> mcnemar(6, 0)
         0.03125
     """
-    return float(binomtest(lost, lost + found).pvalue) if lost + found else 1.0
+    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
 
 
 def loses(row: Mapping[str, Any]) -> bool:

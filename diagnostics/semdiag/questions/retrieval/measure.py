@@ -17,6 +17,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.inputs import TextOptions, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.pretrained import first_line
+from semdiag.capturing.rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.running import in_evaluation, no_room, running
@@ -209,8 +210,11 @@ def retrieval(subject: Subject, plan: RetrievalPlan) -> Mapping[str, pd.DataFram
     subject.progress.expect(plan.forwards)
     rows = list[dict[str, Any]]()
     tables = [TILES.empty()]
-    masks = [(NO_MASK, 0, None), *masks_of(plan.ks, subject.seed, plan.kinds, plan.kinds)]
-    tiled = [kind for kind in plan.kinds if kind.startswith(OF_ENGINES)]
+    restricting = _masks(subject, plan)
+    masks = [(NO_MASK, 0, None), *restricting]
+    tiled = [
+        kind for kind in plan.kinds if kind.startswith(OF_ENGINES) and kind in {mask[0] for mask in restricting}
+    ]
     for length in plan.lengths:
         if tiled:
             weights = TileWeights(tiled, plan.ks)
@@ -238,6 +242,21 @@ def retrieval(subject: Subject, plan: RetrievalPlan) -> Mapping[str, pd.DataFram
     end = maker.tokenizer.decode(first_text(model, plan, subject.seed)[0, -60:].tolist())
     subject.remark(f"the first text ends: {' '.join(end.split())}", "retrieval-text")
     return {"retrieval": RETRIEVAL.of_rows(rows), "tiles": TILES.of_parts(tables)}
+
+
+def _masks(subject: Subject, plan: RetrievalPlan) -> list[tuple[str, int, Keep]]:
+    """Return the masks; kinds that have none for so few keys are left out, and that is said."""
+    left_out: list[str] = []
+
+    def leave_out(text: str, code: str) -> None:
+        left_out.append(text)
+        subject.remark(text, code)
+        subject.progress.say(f"{text}.")
+
+    masks = masks_of(plan.ks, subject.seed, plan.kinds, plan.kinds, leave_out)
+    if not masks:
+        raise InputError(f"No mask is left to read with: {'; '.join(left_out)}.")
+    return masks
 
 
 def _logits(path: str, module: nn.Module, ids: Tensor) -> Tensor:

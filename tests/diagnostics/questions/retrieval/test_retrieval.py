@@ -192,3 +192,15 @@ def test_bad_input_is_one_line(model, plan, said):
     with pytest.raises(InputError, match=said) as error:
         measured(model(), **{"lengths": (100,), "kinds": ("window",), "ks": (16,), "samples": 1, **plan})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_kind_without_a_mask_for_so_few_keys_is_skipped_and_that_is_said(capsys):
+    findings = measured(loaded(), tasks=("induction",), kinds=("block-64", "topk", "tile-64x64"), ks=(32,),
+                        lengths=(100,), samples=1, depths=(0.5,))  # fmt: skip
+    assert set(findings(retrieval_table)["mask"]) == {"none", "topk"}
+    remarks = findings.measurements.remarks
+    texts = sorted(remarks[remarks["code"] == "k-left-out"]["text"])
+    assert [text.split()[0] for text in texts] == ["block-64", "tile-64x64"]
+    with pytest.raises(InputError, match="No mask is left to read with: block-64 is left out: it needs k"):
+        measured(loaded(), tasks=("induction",), kinds=("block-64",), ks=(32,), lengths=(100,), samples=1)
