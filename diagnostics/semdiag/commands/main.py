@@ -49,13 +49,14 @@ def _report(
         hidden=True,
     )] = False,
     thorough: Annotated[bool, options.command_option(
-        "Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
+        "Also measure the loss surface and the empirical Lipschitz estimates, and secants of texts above 1,024 "
+        "tokens. Takes minutes per model.",
         "--thorough", rare=True,
     )] = False,
-    minutes: Annotated[float, options.command_option(
-        "Also run an external model with sparse attention, on as many samples as fit into about this many "
-        "minutes. 0: not at all.", "--rerun-minutes", min=0,
-    )] = 2,
+    minutes: Annotated[float | None, options.command_option(
+        "Run the models with masks on as many samples as fit into about this many minutes each. 0: not at all. "
+        "Default: on all.", "--rerun-minutes", min=0, show_default=False,
+    )] = None,
     lengths: Annotated[str, options.command_option(
         "Also run an external model on pieces of these lengths, cut from as many samples.", metavar="L,L",
     )] = "",
@@ -89,7 +90,7 @@ def _report(
 
 
 def _report_options(
-    noise: str, thorough: bool, minutes: float, lengths: str, values: dict[str, Any]
+    noise: str, thorough: bool, minutes: float | None, lengths: str, values: dict[str, Any]
 ) -> "ReportOptions":
     """Return the options that plans read for a report."""
     from semdiag.measuring.plan import ReportOptions
@@ -99,9 +100,10 @@ def _report_options(
     smallest = min((k for k in ks if k > 0), default=None)  # smaller ones are refused with the inputs
     levels = options.positive_numbers(noise, "--noise")
     pieces = options.whole_numbers(lengths, "--lengths") if lengths else ()
-    if pieces and not minutes:
+    if pieces and minutes == 0:
         raise InputError("--lengths runs the model with masks, and --rerun-minutes 0 does not: leave one out.")
-    return ReportOptions(levels, values["seed"], smallest, thorough, 60 * minutes or None, pieces)
+    seconds = 60 * minutes if minutes else None
+    return ReportOptions(levels, values["seed"], smallest, thorough, minutes != 0, seconds, pieces)
 
 
 def _measure_and_draw(report_options: "ReportOptions", request: Request, keep_queries: bool) -> "_Drawn":

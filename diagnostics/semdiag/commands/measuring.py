@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -148,6 +148,7 @@ class TypedRequest:
         """Find the checkpoints, load them, reserve the page's folder and measure, with progress on stderr."""
         from semdiag.capturing.loading import load_all
         from semdiag.measuring.findings.findings import Findings
+        from semdiag.measuring.survey import check_inputs
         from semdiag.measuring.words import counted
         from semdiag.presenting.progress import Stages
         from semdiag.presenting.terminal import apart_from_json, tell
@@ -155,6 +156,8 @@ class TypedRequest:
 
         quiet = self.values["quiet"]
         paths = self._checkpoints(models, against)
+        if run is None:
+            check_inputs(paths, conditions)
         steps = len(paths) * (1 + len(conditions.plans) + more_stages)
         with (
             apart_from_json(self.values.get("as_json", False)),
@@ -166,10 +169,11 @@ class TypedRequest:
                 self.folder = self.resources.enter_context(reserved(folder, keep_queries))
             encoders = [model for model in loaded if not model.external and model.sha256]
             self._check_k(paths, encoders)
-            limited = self._limited(conditions, encoders)
+            limited = self._limited(self._resumable(conditions, loaded), encoders)
             if run is None:
                 run = self._runner(limited, len(paths), only_encoders=len(encoders) == len(paths))
-            measurements = run(loaded, limited, bar)
+            with self._telling_how_to_go_on(limited.unfinished):
+                measurements = run(loaded, limited, bar)
         if against is not None:  # before the first question: answers are remembered
             measurements.provenance["against"] = str(paths[-1])
         measurements.provenance["command"] = ["semdiag", *sys.argv[1:]]
@@ -180,6 +184,34 @@ class TypedRequest:
             for sentence in self._remarks(findings, held_out):
                 tell(f"semdiag: {sentence}")
         return findings, loaded
+
+    def _resumable(self, conditions: "Conditions", models: "Sequence[LoadedModel]") -> "Conditions":
+        """Return conditions with the folder of finished parts, if the user named one and models run with masks."""
+        from semdiag.reporting.folder import UNFINISHED
+        from semdiag_files import InputError
+
+        if self.folder is None or self.values.get("out") is None:
+            return conditions
+        if any(plan.can_go_on(model.external) for plan in conditions.plans for model in models):
+            return replace(conditions, unfinished=self.folder.unfinished([model.path for model in models]))
+        if (self.folder.path / UNFINISHED).exists():
+            raise InputError(
+                f"{self.folder.path / UNFINISHED} holds runs of an unfinished command, which this one would "
+                "delete. Repeat that command, or name another folder with --out DIR."
+            )
+        return conditions
+
+    @contextmanager
+    def _telling_how_to_go_on(self, unfinished: "Path | None") -> Iterator[None]:
+        """Tell an interrupted user where finished runs are kept."""
+        from semdiag.presenting.terminal import tell
+
+        try:
+            yield
+        except KeyboardInterrupt:
+            if unfinished is not None and any(unfinished.glob("*/*.jsonl")):
+                tell(f"semdiag: finished runs are kept in {unfinished}: the same command goes on.")
+            raise
 
     def _checkpoints(self, models: Sequence[Path] | None, against: Path | None) -> list[Path]:
         """Return the paths of the models, that of the reference at the end."""

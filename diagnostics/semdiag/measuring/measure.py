@@ -367,6 +367,7 @@ class Conditions:
     encoders_only: bool = False  # whether external models are refused
     probe_samples: int | None = None  # number of samples for probes that run a model many times; None means all
     plans: tuple[Plan, ...] = ()  # further measurements
+    unfinished: Path | None = None  # folder for parts that are finished, from which an interrupted command goes on
 
     def __post_init__(self) -> None:
         QueryDraws(self.queries, self.seed)  # refuses too few queries

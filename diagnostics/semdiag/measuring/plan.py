@@ -19,7 +19,8 @@ class ReportOptions:
     seed: int  # random seed for all draws
     k: int | None = None  # smallest k that was requested; None means none
     thorough: bool = False  # whether minutes per model may be spent
-    rerun_seconds: float | None = None  # for running an external model with masks; None means the default
+    rerun: bool = True  # whether models are run with masks
+    rerun_seconds: float | None = None  # for running a model with masks; None: it is run on all inputs
     lengths: tuple[int, ...] = ()  # lengths of the pieces on which an external model is run with masks, too
 
 
@@ -45,6 +46,13 @@ class Plan:
     def tables(cls) -> "tuple[Table, ...]":
         """Return the declarations of the tables that it makes, the most important one first."""
         raise NotImplementedError
+
+    def can_go_on(self, external: bool) -> bool:
+        """Return whether what an interrupted command finished of a model is kept."""
+        return False
+
+    def before_statistics(self, subject: "Subject") -> None:
+        """Measure what need not wait for the clean pass, for :meth:`measure` to return."""
 
     def measure(self, subject: "Subject") -> "Mapping[str, pd.DataFrame]":
         """Measure a model, and return tables by name; NotAvailableError says why it is impossible."""

@@ -2,7 +2,8 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import pandas as pd
 import torch
@@ -47,6 +48,8 @@ class Subject:
     progress: SurveyProgress = field(default_factory=SurveyProgress)  # told of finished steps
     unavailable: dict[str, Remark] = field(default_factory=dict)  # why something cannot be measured, by its name
     notes: list[Remark] = field(default_factory=list)  # other remarks on how the model was measured
+    early: dict[str, Any] = field(default_factory=dict)  # what plans measured before the clean pass, by name
+    unfinished: Path | None = None  # folder for parts that are finished; None: nothing is kept
     watchers: dict[str, Watcher] = field(default_factory=dict)  # observer of the clean pass by name of its plan
 
     def note(self, name: str, why: str, where: str = "") -> None:

@@ -16,6 +16,7 @@ from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
 from semdiag.capturing.inputs import AS_THEY_ARE, SUFFIXES, cut_texts, read_batches, read_inputs, tokeniser_of
 from semdiag.capturing.loading import LoadedModel, load_all
+from semdiag.capturing.pretrained import PREFIX, find_folder
 from semdiag.measuring.calls.collector import NotAvailableError
 from semdiag.measuring.calls.memory import demand, fitting_batch, halving
 from semdiag.measuring.calls.running import placed
@@ -123,8 +124,7 @@ def _surveyed(
         masks = max((getattr(plan, "masks", 0) for plan in conditions.plans), default=0)
         largest_k = max((getattr(plan, "largest_k", 0) for plan in conditions.plans), default=0)
         k = largest_k or max(conditions.k, default=1)
-        minutes = max((getattr(plan, "seconds", None) or 0 for plan in conditions.plans), default=0) / 60
-        fitting, text = fitting_batch(memory, model.path, batches, device, k, masks, minutes)
+        fitting, text = fitting_batch(memory, model.path, batches, device, k, masks)
         progress.say(f"{model.path}: {text}.")
         if fitting < max(map(samples_of, batches)):
             size = fitting
@@ -142,7 +142,6 @@ def _measured(
 ) -> Measurements:
     """Measure one model in batches that may be too large."""
     dtype = DTYPES[conditions.dtype]
-    progress.announce(model.path, sum(map(samples_of, inputs.batches)))
     subject = Subject(
         model,
         inputs.batches,
@@ -155,7 +154,11 @@ def _measured(
         probe_samples=conditions.probe_samples,
         min_keys=conditions.min_keys,
         progress=progress,
+        unfinished=conditions.unfinished,
     )
+    for plan in conditions.plans:
+        plan.before_statistics(subject)
+    progress.announce(model.path, sum(map(samples_of, inputs.batches)))
     for plan in conditions.plans:
         subject.watch(plan)
     part = measure(
@@ -238,13 +241,28 @@ def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], 
         first = list(first_samples(each(model.batches, size), conditions.samples))  # they may be endless
         return first, None, f"came with the model, the first {counted(sum(map(samples_of, first)), 'sample')}"
     if model.external:
-        raise InputError(
-            f"Name inputs for {model.path} with --inputs FILE: {_TEXTS if model.source == 'hugging face' else ''}"
-            "token ids (.npy, .npz, .pt), or a .pt with a dictionary of the model's arguments"
-            f"{', or return model and inputs from the function' if model.source == 'factory' else ''}."
-        )
+        raise _no_inputs(model.path, model.source)
     tokens, labels, source = model.default_inputs(conditions.samples, conditions.seed)
     return split(tokens, size), labels, source
+
+
+def check_inputs(paths: Sequence[Path], conditions: Conditions) -> None:
+    """Refuse inputs that do not exist or that nobody named, before models are loaded."""
+    if conditions.inputs is not None and not conditions.inputs.exists():
+        raise InputError(f"{conditions.inputs} does not exist.")
+    for path in map(str, paths):
+        if conditions.inputs is None and path.startswith(PREFIX):
+            find_folder(path)  # refuses one that is no model
+            raise _no_inputs(path, "hugging face")
+
+
+def _no_inputs(path: str, source: str) -> InputError:
+    texts = "texts, one a line (.txt), " if source == "hugging face" else ""
+    returned = ", or return model and inputs from the function" if source == "factory" else ""
+    return InputError(
+        f"Name inputs for {path} with --inputs FILE: {texts}token ids (.npy, .npz, .pt), or a .pt with a "
+        f"dictionary of the model's arguments{returned}."
+    )
 
 
 def _cut(batches: list[Batch], first: int | None, source: str) -> tuple[list[Batch], None, str]:
@@ -264,7 +282,6 @@ def _counted(batches: Any) -> bool:
         return False
 
 
-_TEXTS = "texts, one a line (.txt), "
 _SHORT = 8  # factor by which short texts are shorter than the model's limit
 
 

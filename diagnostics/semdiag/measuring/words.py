@@ -45,6 +45,16 @@ def number(value: Value, digits: int = 3, *, unknown: str = UNKNOWN, infinite: s
     return f"{float(text):,.0f}" if "e+" in text and abs(value) < 1e9 else text
 
 
+def duration(seconds: float) -> str:
+    """Return a time in words: "45 s", "12 min", "3 h 5 min"."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    whole_minutes = round(seconds / 60)
+    if whole_minutes < 60:
+        return f"{whole_minutes} min"
+    return f"{whole_minutes // 60} h {whole_minutes % 60} min"
+
+
 def count(value: Value) -> str:
     """Return a count, like ``12,345``."""
     numeric = number_from_json(value)

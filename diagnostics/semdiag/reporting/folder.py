@@ -2,13 +2,15 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from semdiag.measuring.findings.findings import has_schema
 from semdiag_files import InputError, RunLock, read_bytes, read_json
 
+UNFINISHED = "unfinished"  # folder in a report's folder: what an interrupted command finished
+_FINISHED = "*/*.jsonl"  # in it, by model
 MARKER = ".semdiag"  # in what semdiag made, and may delete; in a report with the names of its files
 _PARTS = {
     "index.html",
@@ -46,6 +48,32 @@ class ReportFolder:
             raise _unwritable(self._place, error) from None
         finally:
             self.tidy()
+
+    def unfinished(self, models: Sequence[str]) -> Path:
+        """Return the folder of what is finished, for the same command to go on; refuse that of other models."""
+        folder = self._place / UNFINISHED
+        if (folder / MARKER).is_file() and any(folder.glob(_FINISHED)):
+            listed = read_bytes(folder / MARKER).decode("utf-8", "surrogateescape").splitlines()
+            if listed != [*models]:
+                raise InputError(
+                    f"{folder} holds what an unfinished command finished of {', '.join(listed) or 'no model'}, "
+                    f"not of {', '.join(models)}. Repeat that command, {_ANOTHER}, or delete the folder."
+                )
+            return folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MARKER).write_text("\n".join(models), encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise _unwritable(self._place, error) from None
+        return folder
+
+    def without_empty_parts(self) -> None:
+        """Remove the folder of finished parts if there is none, and the report's if that was all."""
+        folder = self._place / UNFINISHED
+        if _finished_parts(self._place) and not any(folder.glob(_FINISHED)):
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                self._place.rmdir()
 
     def check_scraps(self) -> None:
         """Refuse folders with the names of a killed process's scraps that are none."""
@@ -87,13 +115,14 @@ def reserved(folder: Path, keep_queries: bool) -> Iterator[ReportFolder]:
         lock = RunLock(place.parent, place.name)
     except OSError as error:
         raise _unwritable(place, error) from None
+    report = ReportFolder(folder)
     try:
-        report = ReportFolder(folder)
         report.check_scraps()
         report.tidy()
         _check_content(place, keep_queries)
         yield report
     finally:
+        report.without_empty_parts()
         lock.release()
         with suppress(OSError):  # it is not empty, or somebody else was quicker
             for parent in missing:
@@ -106,7 +135,7 @@ def _check_content(folder: Path, keep_queries: bool) -> None:
     if not folder.is_dir():
         raise InputError(f"{folder} is a file. Name a folder for the report with --out DIR.")
     try:
-        if not any(folder.iterdir()):
+        if not {path.name for path in folder.iterdir()} - _finished_parts(folder):
             return
         content = read_json(folder / "summary.json")
     except (OSError, InputError):
@@ -128,10 +157,20 @@ def _check_content(folder: Path, keep_queries: bool) -> None:
 def _foreign_files(folder: Path) -> list[str]:
     """Return what stands in a report's folder and is not the report's."""
     if not (folder / MARKER).is_file():
-        return sorted({path.name for path in folder.iterdir()} - _PARTS - _OF_SYSTEMS)
+        return sorted({path.name for path in folder.iterdir()} - _PARTS - _OF_SYSTEMS - _finished_parts(folder))
     names = read_bytes(folder / MARKER).decode("utf-8", "surrogateescape").splitlines()
     foreign_files = _files(folder) - {MARKER, *names}
-    return sorted(name for name in foreign_files if name.rpartition("/")[2] not in _OF_SYSTEMS)
+    parts = _finished_parts(folder)
+    return sorted(
+        name
+        for name in foreign_files
+        if name.rpartition("/")[2] not in _OF_SYSTEMS and name.partition("/")[0] not in parts
+    )
+
+
+def _finished_parts(folder: Path) -> set[str]:
+    """Return the name of the folder with what an interrupted command finished, if there is one of semdiag's."""
+    return {UNFINISHED} if (folder / UNFINISHED / MARKER).is_file() else set()
 
 
 def _files(folder: Path) -> set[str]:

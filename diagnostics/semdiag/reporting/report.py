@@ -36,7 +36,7 @@ from semdiag.presenting.progress import Stages
 from semdiag.questions.dispersion.answer import dispersion_results, pair_comparisons
 from semdiag.questions.k_sweep.changes import failure_claims
 from semdiag.questions.k_sweep.measure import SWEEP_ESTIMATES
-from semdiag.questions.k_sweep.rerun import RERUN_FAILED
+from semdiag.questions.k_sweep.rerun import RERUN_FAILED, RERUN_TABLE
 from semdiag.questions.look.measure import fitting_k, see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
 from semdiag.questions.registry import figures, reported
@@ -157,7 +157,7 @@ def write_report(
 def measured_questions(findings: Findings) -> list[str]:
     """Return the questions to which the measurements give an answer, as a report has them."""
     applying = {name: question for name, question in reported().items() if question.applies(findings)}
-    if external(findings.measurements.models).all():
+    if external(findings.measurements.models).all() or len(findings.measurements[RERUN_TABLE]):
         return sorted(applying, key=lambda name: applying[name].leads or math.inf)
     return list(applying)
 

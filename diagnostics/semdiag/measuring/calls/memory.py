@@ -14,7 +14,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.masked_attention import free_memory
 from semdiag.measuring.calls.running import NoRoomError, in_evaluation, running
-from semdiag.measuring.words import counted
+from semdiag.measuring.words import counted, duration
 
 _LONG = 1024  # tokens of all samples from which a run is worth an estimate, if one has at least _CUT
 _SHORT = 32  # tokens of a forward pass that warms up
@@ -31,7 +31,6 @@ _NUMBERS = 45  # numbers of a row of a k-sweep beside its largest scores, four b
 _COPIES = 2  # copies of these rows while they are joined
 _OUTPUTS = 5  # copies of the logits that are held while a run with a mask is compared; measured
 _CAPTURED = 2.0  # forward passes that take as long as a captured one on a CPU
-_MASKED = 2.5  # the same for one with a mask
 _SPARE = 0.9  # share of the free memory that is used
 T = TypeVar("T")
 
@@ -59,13 +58,12 @@ class Demand:
         call = rows * (k * (_ROWS + _KEYS) + _CHANGES)
         return call + scores + outputs + samples * length * self.width * _STREAMS * self.itemsize + tables
 
-    def time(self, samples: int, length: int, masks: int) -> float:
-        """Return the seconds of one captured pass, a plain one and those with masks."""
+    def time(self, samples: int, length: int) -> float:
+        """Return the seconds of one captured pass."""
         products = 2 * self.parameters
         pairs = 2 * self.layers * self.width  # per token; per pair of tokens
         growth = (products + pairs * length) / (products + pairs * _CUT)
-        forward = self.seconds * samples * length / _CUT * growth
-        return forward * (_CAPTURED + (1 + _MASKED * masks if masks else 0))
+        return self.seconds * samples * length / _CUT * growth * _CAPTURED
 
 
 def demand(
@@ -130,37 +128,32 @@ def fitting_batch(
     device: torch.device,
     k: int,
     masks: int,
-    minutes_more: float = 0,
 ) -> tuple[int, str]:
-    """Return the largest number of samples at a time that fits, and what the run takes in words.
+    """Return the largest number of samples at a time that fits, and what statistics take in words.
 
-    Masks that run for so many minutes more, instead of on all samples, count in the memory.
+    Runs with masks count in the memory; how long they take is measured before they begin.
     """
     length = max(map(batching.longest, batches))
     free = _SPARE * free_memory(device)
     samples = sum(map(batching.samples_of, batches))
     size = largest_batch = max(map(batching.samples_of, batches))
-    run = masks or int(minutes_more > 0)
-    while size > 1 and demand_of_model.bytes(size, length, k, run) > free:
+    while size > 1 and demand_of_model.bytes(size, length, k, masks) > free:
         size //= 2
-    if demand_of_model.bytes(size, length, k, run) > free:
+    if demand_of_model.bytes(size, length, k, masks) > free:
         fits = length
-        while fits > 1 and demand_of_model.bytes(1, fits, k, run) > free:
+        while fits > 1 and demand_of_model.bytes(1, fits, k, masks) > free:
             fits = fits * 9 // 10
-        needed = _amount(demand_of_model.bytes(1, length, k, run))
+        needed = _amount(demand_of_model.bytes(1, length, k, masks))
         raise NoRoomError(
             f"{path}: one sample of {length:,} tokens takes {needed}, and {_amount(free)} are free. About "
             f"{fits:,} tokens fit: --max-length {fits}, or shorter inputs."
         )
     tokens = sum(batching.samples_of(batch) * batching.longest(batch) for batch in batches)
-    seconds = demand_of_model.time(1, length, masks) * tokens / length
-    passes = f" and {masks + 1} more passes" if masks else ""
-    minutes = f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-    text = f"{counted(samples, 'sample')} of up to {length:,} tokens{passes} take about {minutes}"
-    if minutes_more:
-        text += f", masks {minutes_more:g} min more"
-    needed = _amount(demand_of_model.bytes(size, length, k, run))
-    text += f", other probes not counted, and {needed} beside the model"
+    seconds = demand_of_model.time(1, length) * tokens / length
+    text = f"{counted(samples, 'sample')} of up to {length:,} tokens take about {duration(seconds)}"
+    uncounted = "runs with masks and other probes" if masks else "other probes"
+    needed = _amount(demand_of_model.bytes(size, length, k, masks))
+    text += f", {uncounted} not counted, and {needed} beside the model"
     if size < largest_batch:
         text += f", {size} of {largest_batch} samples at a time"
     return size, text

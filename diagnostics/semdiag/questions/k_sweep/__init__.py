@@ -54,13 +54,19 @@ class KSweepPlan(Plan):
         "and run each: does the k that is needed grow with the length?",
         metavar="L,L", read=options.whole_numbers,
     )  # fmt: skip
-    seconds: float | None = None  # without rerun: external models are run on what fits in so much time
+    seconds: float | None = None  # models are run on what fits in so much time; None: on all inputs
+    best_effort: bool = False  # whether nobody asked for the runs, so that a refusal is a remark
     jobs: int = 1  # processes among which the masks of a rerun are divided
 
     def reruns(self, external: bool) -> bool:
         """Return whether a model is run with masks."""
         asks = self.budget or self.ks or self.kinds or self.lengths or self.tolerance
         return bool(external or asks) if self.rerun is None else self.rerun
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user asked for runs with masks: a model that refuses them is an error then."""
+        return self.reruns(external=False) and not self.best_effort
 
     @property
     def largest_k(self) -> int:
@@ -104,8 +110,18 @@ class KSweepPlan(Plan):
 
         return measure_sweep(subject, self)
 
+    def can_go_on(self, external: bool) -> bool:
+        """Return whether runs with masks are kept one by one."""
+        return self.reruns(external)
+
+    def before_statistics(self, subject: "Subject") -> None:
+        """Run an external model with masks first."""
+        from semdiag.questions.k_sweep.measure import run_before_statistics
+
+        run_before_statistics(subject, self)
+
     def watch(self, subject: "Subject") -> "Watcher | None":
-        """Return what observes the clean pass, if it has the same batches."""
+        """Return what observes the clean pass."""
         from semdiag.questions.k_sweep.measure import watch_scores
 
         return watch_scores(subject, self)
@@ -118,7 +134,8 @@ class KSweepPlan(Plan):
     @classmethod
     def for_report(cls, options: ReportOptions) -> "KSweepPlan":
         """Return the plan of a report."""
-        return cls(seconds=options.rerun_seconds, lengths=options.lengths)
+        lengths = options.lengths
+        return cls(rerun=options.rerun, best_effort=True, seconds=options.rerun_seconds, lengths=lengths)
 
 
 def _ask(

@@ -327,7 +327,7 @@ class Unit:
             return "no finite number"
         if self.measure == "output_change":
             return f"{value:.1%}"
-        value = rounded(value)
+        value = without_rounding(value)
         if self.perplexity and value > _DOUBLED:
             return f"× {number(math.exp(min(value, 700)))}"
         if self.perplexity:
@@ -346,14 +346,14 @@ class Unit:
             low, change, high = (math.exp(min(x, 700)) for x in (low, change, high))
             ends = interval_words(low, high, number) + over_chunks(row)
             return f"multiplies perplexity by {number(change)} ({ends})"
-        cost, other = self._words[1:3]
+        cost, change_in_words = self._words[1:3]
         costs = bool(cost) and ROUNDING <= change < math.inf
 
         def said(value: float, unit: bool) -> str:
             return self.amount(value, unit).removeprefix("+" * costs)
 
         ends = f"95% interval {said(low, False)} to {said(high, self.perplexity)}{over_chunks(row)}"
-        words = (cost if costs else other).format(said(change, True))
+        words = (cost if costs else change_in_words).format(said(change, True))
         return f"{words} ({ends if has_interval else self.without_interval(row)})"
 
     def without_interval(self, row: Row) -> str:
@@ -364,7 +364,7 @@ class Unit:
         return "all samples alike" if all_alike(row) else "no interval"
 
 
-def rounded(value: float) -> float:
+def without_rounding(value: float) -> float:
     """Return a change, 0 where it is as small as rounding."""
     return 0.0 if abs(value) < ROUNDING else value
 

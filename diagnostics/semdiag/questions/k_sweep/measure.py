@@ -1,35 +1,28 @@
 """Within one model, for many k at once: what its scores would be if each query kept its k largest."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 
 from semdiag.capturing.attention_call import SCORED
-from semdiag.capturing.batches import Batch, first_samples, longest, samples_of, split
+from semdiag.capturing.batches import Batch, each, longest, only_token_ids, real_tokens, samples_of
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.rules import Keep
 from semdiag.measuring.calls.capture import longest_call
-from semdiag.measuring.calls.collector import QueryDraws
+from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers
 from semdiag.measuring.calls.running import running
-from semdiag.measuring.outputs import masked_language
+from semdiag.measuring.measure import measure
+from semdiag.measuring.outputs import Streams
 from semdiag.measuring.subject import Subject
+from semdiag.measuring.survey import has_diverged
 from semdiag.measuring.table import Table, columns_of
-from semdiag.measuring.words import counted
 from semdiag.questions.k_sweep import LARGEST_K, KSweepPlan
-from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, EXTERNAL_KINDS, OWN_KINDS, halves, masks_of, search
-from semdiag.questions.k_sweep.rerun import (
-    LENGTHS_TABLE,
-    RERUN_FAILED,
-    RERUN_TABLE,
-    few_ks,
-    packed,
-    rerun,
-    rerun_ks,
-)
+from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, halves, search
+from semdiag.questions.k_sweep.rerun import LENGTHS_TABLE, RERUN_TABLE, packed, rerun_ks
+from semdiag.questions.k_sweep.reruns import number_of_samples, run_with_masks
 from semdiag.questions.k_sweep.top_scores import TopScores
 from semdiag_files import InputError
 
@@ -37,7 +30,7 @@ from semdiag_files import InputError
 def _clean_pass(subject: Subject, plan: KSweepPlan) -> TopScores:
     loaded = subject.model
     size = subject.batch_size
-    batches = split(subject.first[0], size)
+    batches = subject.batches
     most_queries, keys = longest_call(loaded, batches, subject.device, subject.dtype)
     largest = _largest_k(plan, keys)
     if plan.budget:
@@ -101,20 +94,23 @@ def measure_sweep(subject: Subject, plan: KSweepPlan) -> Mapping[str, pd.DataFra
     clean_pass: Any = subject.watchers.pop(KSweepPlan.name, None)
     if clean_pass is None:
         clean_pass = _clean_pass(subject, plan)
-        extra_pass_samples = _samples(clean_pass.batches)
+        extra_pass_samples = number_of_samples(clean_pass.batches)
         _run_clean_pass(subject, clean_pass)
     draws = clean_pass.draws
     for text in draws.remarks:
         subject.remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
     if clean_pass.thinned:
         subject.remark(clean_pass.thinned, "k-sweep-thinned")
-    if plan.reruns(loaded.external) or (plan.seconds and loaded.external):
-        tables |= _reruns(subject, clean_pass, plan, extra_pass_samples)
+    early: EarlyRuns | None = subject.early.pop(KSweepPlan.name, None)
+    if early is not None:
+        tables |= early.tables
+    elif plan.reruns(loaded.external):
+        tables |= run_with_masks(subject, clean_pass, clean_pass.most_keys, plan, extra_pass_samples)
     if plan.budget:
         budgets, tests = search(
             loaded,
             clean_pass.batches,
-            subject.first[1],
+            subject.labels,
             plan.tolerance,
             subject.min_keys,
             subject.device,
@@ -130,7 +126,7 @@ def measure_sweep(subject: Subject, plan: KSweepPlan) -> Mapping[str, pd.DataFra
 
 def _run_clean_pass(subject: Subject, clean_pass: TopScores) -> None:
     """Run the model without masks, which the survey's own pass did not do for this plan."""
-    subject.progress.expect(_samples(clean_pass.batches))
+    subject.progress.expect(number_of_samples(clean_pass.batches))
     with (
         running(subject.model, clean_pass.add, subject.device, subject.dtype) as run,
         clean_pass.watched(run.module),
@@ -141,144 +137,69 @@ def _run_clean_pass(subject: Subject, clean_pass: TopScores) -> None:
             subject.progress.advance(samples_of(batch))
 
 
-def _samples(batches: Iterable[Batch]) -> int:
-    return sum(map(samples_of, batches))
-
-
 def _scored(loaded: LoadedModel) -> bool:
     return loaded.external or loaded.encoder.config.attention in SCORED
 
 
-Mask = tuple[str, int, Keep]  # name, k and rule
+def run_before_statistics(subject: Subject, plan: KSweepPlan) -> None:
+    """Run an external model with masks before its statistics, which take longer and answer less."""
+    loaded = subject.model
+    if not (loaded.external and plan.reruns(external=True)):
+        return
+    subject.progress.announce(f"{loaded.path}: runs with masks", 0)
+    scores = _clean_pass(subject, plan)
+    one_text = _longest_text(loaded, scores.batches)
+    trial = replace(scores, draws=deepcopy(scores.draws), streams=Streams(), samples=SampleNumbers())
+    start = time.perf_counter()
+    try:
+        statistics = measure(
+            loaded,
+            [one_text],
+            queries=subject.queries,
+            device=subject.device,
+            dtype=subject.dtype,
+            seed=subject.seed,
+            min_keys=subject.min_keys,
+            watchers=[trial],
+        )
+    except InputError:  # told by the statistics of all texts
+        return
+    if has_diverged(statistics):
+        return
+    share = samples_of(one_text) * longest(one_text) / _tokens(scores.batches)
+    seconds = (time.perf_counter() - start) / share
+    tables = run_with_masks(subject, scores, trial.most_keys, plan, statistics_seconds=seconds)
+    subject.early[KSweepPlan.name] = EarlyRuns(scores, tables)
+
+
+def _longest_text(loaded: LoadedModel, batches: Sequence[Batch]) -> Batch:
+    """Return the sample with the most tokens that are not padding, as a batch."""
+    batch = max(batches, key=longest)
+    if not only_token_ids(batch) or isinstance(batch, tuple | list):
+        return batch  # its tensors may depend on each other
+
+    def tokens(sample: Batch) -> int:
+        masks = real_tokens(loaded.module, sample).values()
+        return min((int(mask.sum()) for mask in masks), default=longest(sample))
+
+    return max(each(batch, 1), key=tokens)
+
+
+def _tokens(batches: Iterable[Batch]) -> int:
+    return sum(samples_of(batch) * longest(batch) for batch in batches)
 
 
 @dataclass(frozen=True, eq=False)
-class _Pieces:
-    """The inputs cut into pieces of one length, and the masks with which these run."""
+class EarlyRuns:
+    """What came of running a model with masks before its statistics."""
 
-    length: int  # tokens of a piece
-    batches: Sequence[Batch]
-    masks: list[Mask]
-    steps: int  # what a piece takes, in samples of the inputs
-
-    def work(self) -> int:
-        """Return what all runs take, in samples of the inputs."""
-        return (1 + len(self.masks)) * self.steps * _samples(self.batches)
-
-    def first(self, number: int) -> "_Pieces":
-        """Return the first of the pieces."""
-        return replace(self, batches=list(first_samples(self.batches, max(1, number))))
-
-
-def _reruns(
-    subject: Subject, clean_pass: TopScores, plan: KSweepPlan, extra_pass_samples: int
-) -> dict[str, pd.DataFrame]:
-    """Run the model with masks, on its inputs and on pieces of them."""
-    loaded = subject.model
-    labels = subject.first[1]
-    kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
-    masks = _masks(subject, clean_pass, plan, kinds)
-    inputs = [*clean_pass.batches]
-    if labels is None:
-        inputs = masked_language(loaded, inputs, subject.seed, subject.remark)
-    batches = inputs
-    if not plan.reruns(loaded.external):
-        batches = _fitting(inputs, clean_pass.seconds, len(masks), plan.seconds or 0, subject.remark)
-        labels = None if labels is None else labels[: _samples(batches)]
-    tokens = max(map(longest, inputs)) if plan.lengths else 1
-    cuts = [
-        _Pieces(n, pieces, masks_of(plan.ks or few_ks(n), subject.seed, kinds), max(1, round(n / tokens)))
-        for n, pieces in clean_pass.pieces.items()
-    ]
-    uncut = [each for each in cuts if labels is None and _are_inputs(each, tokens, inputs, masks)]
-    cuts = [each for each in cuts if each not in uncut]
-    if _samples(batches) < _samples(inputs):  # as much of the pieces
-        cuts = [each.first(_samples(batches) * tokens // each.length) for each in cuts]
-    work = (1 + len(masks)) * _samples(batches) + sum(each.work() for each in cuts)
-    subject.progress.expect(extra_pass_samples + work)
-    with_masks = _rerun_inputs(subject, plan, batches, labels, masks)
-    by_length = [with_masks.assign(length=tokens) for _ in uncut]
-    by_length += [_rerun_pieces(subject, plan, each) for each in cuts]
-    return {"rerun": with_masks, "rerun_lengths": LENGTHS_TABLE.of_parts(by_length)}
-
-
-def _runner(subject: Subject, plan: KSweepPlan) -> Callable[..., pd.DataFrame]:
-    return partial(
-        rerun,
-        subject.model,
-        device=subject.device,
-        dtype=subject.dtype,
-        remark=subject.remark,
-        optional=() if plan.kinds else EXTERNAL_KINDS[1:],
-        jobs=plan.jobs,
-    )
-
-
-def _rerun_inputs(
-    subject: Subject, plan: KSweepPlan, batches: list[Batch], labels: Tensor | None, masks: Sequence[Mask]
-) -> pd.DataFrame:
-    """Run the model on its inputs; a refusal is a remark where the user did not ask for the runs."""
-    run = _runner(subject, plan)
-    try:
-        with_masks = run(batches, labels, masks, after_batch=subject.progress.advance)
-    except InputError as error:
-        if plan.reruns(external=False):  # the user asked for it
-            raise
-        subject.remark(f"not run with masks: {str(error).removesuffix('.')}", RERUN_FAILED)
-        with_masks = RERUN_TABLE.empty()
-    if plan.lengths and not with_masks["predictions"].sum():
-        why = f"of {subject.model.path} the outputs are compared"
-        raise InputError(f"--lengths is for models that predict tokens, and {why}.")
-    return with_masks
-
-
-def _rerun_pieces(subject: Subject, plan: KSweepPlan, pieces: _Pieces) -> pd.DataFrame:
-    """Run the model on pieces of one length."""
-
-    def advance(samples: int) -> None:
-        subject.progress.advance(pieces.steps * samples)
-
-    run = _runner(subject, plan)
-    return run(pieces.batches, None, pieces.masks, after_batch=advance).assign(length=pieces.length)
-
-
-def _masks(subject: Subject, clean_pass: TopScores, plan: KSweepPlan, kinds: Sequence[str]) -> list[Mask]:
-    """Return the masks with which the inputs run."""
-    if plan.ks:
-        return masks_of(plan.ks, subject.seed, kinds, plan.kinds)
-    most = max(1, clean_pass.most_keys - 1)
-    ks = rerun_ks(min(clean_pass.largest, most)) if clean_pass.every_k else few_ks(most + 1)
-    return masks_of(ks, subject.seed, kinds, plan.kinds, subject.remark)
-
-
-def _are_inputs(pieces: _Pieces, tokens: int, inputs: list[Batch], masks: Sequence[Mask]) -> bool:
-    """Return whether pieces are the inputs themselves, and run with the same masks."""
-    same_masks = [mask[:2] for mask in pieces.masks] == [mask[:2] for mask in masks]
-    return pieces.length == tokens and same_masks and _samples(pieces.batches) == _samples(inputs)
-
-
-_MASK = 0.5  # what a mask takes at most of a watched pass: 1.1 to 2.2 forwards where that takes about 4
-
-
-def _fitting(
-    batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
-) -> list[Batch]:
-    every = _samples(batches)
-    samples = max(1, int(limit / (seconds / every * (1 + _MASK * masks))))
-    if samples >= every:
-        return batches
-    remark(
-        f"run with masks on the first {samples:,} of {counted(every, 'sample')}, as many as fit in about "
-        f"{limit / 60:g} min",
-        "rerun-samples",
-    )
-    return list(first_samples(batches, samples))
+    scores: TopScores  # what will watch the statistics
+    tables: Mapping[str, pd.DataFrame]
 
 
 def watch_scores(subject: Subject, plan: KSweepPlan) -> TopScores | None:
-    """Return what observes the clean pass; None if that has other batches, or the model has no scores to sweep."""
-    inputs = split(subject.first[0], subject.batch_size)
-    same_batches = [*map(samples_of, inputs)] == [*map(samples_of, subject.batches)]
-    if same_batches and _scored(subject.model):
-        return _clean_pass(subject, plan)
-    return None
+    """Return what observes the clean pass; None if the model has no scores to sweep."""
+    early: EarlyRuns | None = subject.early.get(KSweepPlan.name)
+    if early is not None:
+        return early.scores
+    return _clean_pass(subject, plan) if _scored(subject.model) else None

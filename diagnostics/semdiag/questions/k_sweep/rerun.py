@@ -1,6 +1,7 @@
 """A model run again with real masks, sample by sample: loss, divergence of its outputs, changed predictions."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from semdiag.measuring.outputs import Answers, Reader, output_change, position_t
 from semdiag.measuring.table import Table, columns_of
 from semdiag.measuring.training_runs import token_ids
 from semdiag.measuring.words import FEWEST, counted
+from semdiag.questions.k_sweep.finished import FinishedRun, FinishedRuns
 from semdiag_files import InputError
 
 
@@ -83,6 +85,8 @@ class _RerunOrder:
     plain: bool = True  # whether the rows without a mask are wanted
     state: Tensor | None = None  # state of torch's generator at the start; None: unchanged
     chunk: int = 0  # positions of the parts of which samples have a row each; 0: one row a sample
+    length: int = 0  # tokens of the pieces into which inputs were cut; 0: they are as given
+    finished: FinishedRuns = field(default_factory=FinishedRuns)  # runs that need not be made
 
 
 Place = tuple[int, int]  # of a batch, and of a mask in it; 0: none
@@ -92,11 +96,12 @@ Place = tuple[int, int]  # of a batch, and of a mask in it; 0: none
 class _Passes:
     """What came of running a model with masks: rows of the table, and what is to be remarked."""
 
-    rows: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
+    rows: dict[Place, list[Mapping[str, Any]]] = field(default_factory=dict)
     refused: dict[str, tuple[Place, str]] = field(default_factory=dict)  # the first time, by name, and why
     padded: bool = False
     drew: bool = False
     notes: list[tuple[str, str]] = field(default_factory=list)  # how outputs are read
+    seconds: dict[str, float] = field(default_factory=dict)  # of the last run of each kind of mask
     state: Tensor = field(default_factory=torch.get_rng_state)  # state of torch's generator at the end
 
 
@@ -112,14 +117,17 @@ def carry_out(order: _RerunOrder) -> _Passes | str:
 
 
 def passes(order: _RerunOrder, after_batch: Callable[[int], None]) -> _Passes:
-    """Run a model without a mask and with each of several."""
-    finished = _Passes()
+    """Run a model without a mask and with each of several, where that is not finished."""
+    made = _Passes()
     with in_evaluation(order.loaded, order.device, order.dtype) as (module, place, dtype):
-        runs = _Runs(order, finished, module, after_batch)
+        runs = _Runs(order, made, module, after_batch)
         first = 0
         for number, inputs in enumerate(order.batches):
-            batch = batching.moved(inputs, place, dtype)
             size = batching.samples_of(inputs)
+            if runs.restored(number, first, size):
+                first += size
+                continue
+            batch = batching.moved(inputs, place, dtype)
             numbers = RandomNumbers(place)
             try:
                 runs.add(number, batch, first, size, numbers)
@@ -133,61 +141,95 @@ def passes(order: _RerunOrder, after_batch: Callable[[int], None]) -> _Passes:
                     f"{order.loaded.path} cannot be run with a mask ({type(error).__name__}: {message})."
                 ) from error
             first += size
-    finished.notes = [] if runs.reader is None else output_notes(runs.reader)
-    finished.state = torch.get_rng_state()
-    return finished
+    made.notes = [] if runs.reader is None else output_notes(runs.reader)
+    made.state = torch.get_rng_state()
+    return made
 
 
 class _Runs:
     """The runs of a model on one batch after another, which the first reads."""
 
     def __init__(
-        self, order: _RerunOrder, finished: _Passes, module: nn.Module, after_batch: Callable[[int], None]
+        self, order: _RerunOrder, passes_made: _Passes, module: nn.Module, after_batch: Callable[[int], None]
     ) -> None:
         self.order = order
-        self.finished = finished
+        self.passes_made = passes_made
         self.module = module
         self.after_batch = after_batch
         self.reader: Reader | None = None
 
+    def restored(self, number: int, first: int, size: int) -> bool:
+        """Take over what is finished of a batch; return whether that is all, and the batch need not run."""
+        plain = self._restore(number, (0, NO_MASK, 0), first, size)
+        missing = [mask for mask in self.order.numbered if not self._restore(number, mask[:3], first, size)]
+        missing = [mask for mask in missing if mask[1] not in self.passes_made.refused]
+        return plain is not None and not plain.drew and not missing and self.reader is not None
+
+    def _restore(self, number: int, mask: tuple[int, str, int], first: int, size: int) -> FinishedRun | None:
+        """Return the finished run of a batch with a mask, and take over its rows once; None: it is to be made."""
+        at, name, k = mask
+        run = self.order.finished.runs.get((self.order.length, first, size, name, k))
+        if run is None:
+            return None
+        passes_made = self.passes_made
+        passes_made.drew = passes_made.drew or run.drew
+        passes_made.padded = passes_made.padded or run.padded
+        if (at or self.order.plain) and (number, at) not in passes_made.rows:
+            passes_made.rows[number, at] = list(run.rows)
+            self.after_batch(size)
+        return run
+
     def add(self, number: int, batch: Batch, first: int, size: int, numbers: RandomNumbers) -> None:
-        """Run a batch, which begins at sample ``first``, without a mask and with each."""
+        """Run a batch, which begins at sample ``first``, without a mask and with each that is not finished."""
         order = self.order
-        finished = self.finished
+        passes_made = self.passes_made
 
         def run(batch: Batch) -> Any:
             numbers.again()
             return batching.call(self.module, batch)
 
+        def finish(mask: int, name: str, k: int, run: FinishedRun) -> None:
+            passes_made.rows[number, mask] = list(run.rows)
+            passes_made.seconds[name] = run.seconds
+            order.finished.add((order.length, first, size, name, k), run)
+            self.after_batch(size)
+
         labels = None if order.labels is None else order.labels[first : first + size]
-        if self.reader is None:
-            self.reader = Reader(self.module, batch, order.labels, run)
-            before = self.reader.read(self.reader.output, batch, labels)
-            self.reader.output = None  # its memory is needed
-        else:
-            before = self.reader.read(run(batch), batch, labels)
+        before = self._before(batch, labels, run)
         unpadded = order.loaded.external and bool(before.counted.all())
-        finished.drew = finished.drew or numbers.drawn
-        if order.plain:
-            finished.rows[number, 0] = list(_rows(NO_MASK, 0, first, before, before, {}, order.chunk))
-        self.after_batch(size)
+        passes_made.drew = passes_made.drew or numbers.drawn
+        if order.plain and (number, 0) not in passes_made.rows:
+            rows = list(_rows(NO_MASK, 0, first, before, before, {}, order.chunk))
+            finish(0, NO_MASK, 0, FinishedRun(rows, drew=numbers.drawn))
         for mask, name, k, rule in order.numbered:
-            if name in finished.refused:
+            if name in passes_made.refused or (number, mask) in passes_made.rows:
                 continue
+            start = time.perf_counter()
             try:
                 with sparsify(self.module, rule) as restricted:
                     output = run(batch)
             except InputError as error:
                 if name not in order.optional:
                     raise
-                finished.refused[name] = (number, mask), str(error)
+                passes_made.refused[name] = (number, mask), str(error)
                 continue
             kept, keys = restricted.totals
-            finished.padded |= unpadded and before.counted.shape[1] in restricted.padded
+            padded = unpadded and before.counted.shape[1] in restricted.padded
+            passes_made.padded |= padded
+            assert self.reader is not None
             after = self.reader.read(output, batch, labels)
-            self.after_batch(size)
             counts = {"kept": kept / size, "keys": keys / size}
-            finished.rows[number, mask] = list(_rows(name, k, first, before, after, counts, order.chunk))
+            rows = list(_rows(name, k, first, before, after, counts, order.chunk))
+            finish(mask, name, k, FinishedRun(rows, padded, numbers.drawn, time.perf_counter() - start))
+
+    def _before(self, batch: Batch, labels: Tensor | None, run: Callable[[Batch], Any]) -> Answers:
+        """Return what the model answers without a mask."""
+        if self.reader is None:
+            self.reader = Reader(self.module, batch, labels, run)
+            before = self.reader.read(self.reader.output, batch, labels)
+            self.reader.output = None  # its memory is needed
+            return before
+        return self.reader.read(run(batch), batch, labels)
 
 
 def _rows(
@@ -285,21 +327,51 @@ def rerun(
     optional: Sequence[str] = (),
     after_batch: Callable[[int], None] = lambda samples: None,
     jobs: int = 1,
+    length: int = 0,
+    finished: FinishedRuns | None = None,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients."""
     samples = sum(map(batching.samples_of, batches))
     if labels is not None:
         _check_labels(labels, samples)
     numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
-    chunk = CHUNK if samples < FEWEST else 0
-    order = _RerunOrder(loaded, batches, labels, numbered, optional, device, dtype, chunk=chunk)
-    finished = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
-    for text, code in _pass_notes(finished):
-        remark(text, code)
-    rows = (row for place in sorted(finished.rows) for row in finished.rows[place])
-    return RERUN_TABLE.of_rows(
-        {"model": loaded.path, **row} for row in rows if row["mask"] not in finished.refused
+    order = _RerunOrder(
+        loaded, batches, labels, numbered, optional, device, dtype, chunk=chunk_of(samples), length=length
     )
+    if finished is not None:
+        order = replace(order, finished=finished)
+    passes_made = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
+    for text, code in _pass_notes(passes_made):
+        remark(text, code)
+    rows = (row for place in sorted(passes_made.rows) for row in passes_made.rows[place])
+    return RERUN_TABLE.of_rows(
+        {"model": loaded.path, **row} for row in rows if row["mask"] not in passes_made.refused
+    )
+
+
+def chunk_of(samples: int) -> int:
+    """Return the positions of the parts over which intervals are; 0: they are over samples."""
+    return CHUNK if samples < FEWEST else 0
+
+
+def timed(
+    loaded: LoadedModel,
+    batch: Batch,
+    labels: Tensor | None,
+    masks: Sequence[tuple[str, int, Keep]],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    optional: Sequence[str],
+    chunk: int,
+    length: int,
+    finished: FinishedRuns,
+) -> dict[str, float]:
+    """Run the first batch with some masks, and return the seconds of each kind; the runs are finished ones."""
+    numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
+    order = _RerunOrder(
+        loaded, [batch], labels, numbered, optional, device, dtype, chunk=chunk, length=length, finished=finished
+    )
+    return passes(order, lambda samples: None).seconds
 
 
 def _check_labels(labels: Any, samples: int) -> None:
@@ -310,18 +382,18 @@ def _check_labels(labels: Any, samples: int) -> None:
     raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
 
 
-def _pass_notes(finished: _Passes) -> Iterator[tuple[str, str]]:
+def _pass_notes(made: _Passes) -> Iterator[tuple[str, str]]:
     """Return remarks on passes, each with a code."""
-    if finished.padded:
+    if made.padded:
         yield (
             "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it",
             "padding-compared",
         )
-    for name, (_, reason) in sorted(finished.refused.items(), key=lambda refusal: refusal[1]):
+    for name, (_, reason) in sorted(made.refused.items(), key=lambda refusal: refusal[1]):
         yield f"{name} was not run: {reason}", "kind-not-run"
-    if finished.drew:
+    if made.drew:
         yield f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward"
-    yield from finished.notes
+    yield from made.notes
 
 
 def _divided(order: _RerunOrder, jobs: int) -> _Passes:
@@ -332,7 +404,12 @@ def _divided(order: _RerunOrder, jobs: int) -> _Passes:
     shares = [order.numbered[start :: workers.capacity] for start in range(workers.capacity)]
     state = torch.get_rng_state()
     orders = [
-        (order.loaded.path, replace(order, numbered=share, plain=not place, state=state))
+        (
+            order.loaded.path,
+            replace(
+                order, numbered=share, plain=not place, state=state, finished=order.finished.of_process(place)
+            ),
+        )
         for place, share in enumerate(shares)
     ]
     merged: _Passes

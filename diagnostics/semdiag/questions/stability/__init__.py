@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.table import Table
 
 SAMPLES = 50  # inputs to which noise is added, at most
+LONGEST = 1024  # tokens of texts of which a report measures secants; beyond it they take minutes
 NOISE = 0.01  # of each embedded token's root mean square
 
 
@@ -34,6 +35,7 @@ class SecantsPlan(Plan):
     name: ClassVar[str] = "secants"
 
     levels: tuple[float, ...] = options.option_field((NOISE,), options.NOISE, read=options.positive_numbers)
+    most_tokens: int | None = None  # of an external model's texts, beyond which it is left out
 
     def __post_init__(self) -> None:
         check_levels(self.levels)
@@ -59,7 +61,7 @@ class SecantsPlan(Plan):
     @classmethod
     def for_report(cls, options: ReportOptions) -> "SecantsPlan":
         """Return the plan of a report."""
-        return cls(options.noise)
+        return cls(options.noise, most_tokens=None if options.thorough else LONGEST)
 
 
 QUESTION = Question(
@@ -75,6 +77,7 @@ QUESTION = Question(
     """,
     SecantsPlan,
     defaults={"dtype": "float64"},
+    takes=("every",),
     needs=("secants",),
     place="theory",
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import FIXED_MASKS, HEAVY_HITTERS
 from semdiag.capturing.attention_calls import AttentionCall
-from semdiag.capturing.batches import Batch, first_samples, moved, repeated, samples_of, split
+from semdiag.capturing.batches import Batch, first_samples, longest, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import same_set_stability, weight_change_bound
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_heavy_hitter_stability
@@ -27,7 +27,7 @@ from semdiag.mathematics.softmax_stability import (
     weight_change,
 )
 from semdiag.measuring.calls.capture import longest_call
-from semdiag.measuring.calls.collector import ScoredRows, check_rows, scored_rows
+from semdiag.measuring.calls.collector import NotAvailableError, ScoredRows, check_rows, scored_rows
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.subject import Subject
@@ -231,6 +231,12 @@ def _compared(call: AttentionCall, samples: int, min_keys: int, taken: Tensor | 
 
 def measure_stability(subject: Subject, plan: SecantsPlan) -> Mapping[str, pd.DataFrame]:
     """Return the tables of a plan."""
+    length = max(map(longest, subject.batches))
+    if subject.model.external and plan.most_tokens is not None and length > plan.most_tokens:
+        raise NotAvailableError(
+            f"it takes minutes for texts of {length:,} tokens, and a report leaves it out above "
+            f"{plan.most_tokens:,}: --thorough measures it, as does semdiag stability"
+        )
     secants = measure_secants(
         subject.model,
         subject.batches,

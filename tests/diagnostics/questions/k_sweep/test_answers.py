@@ -13,10 +13,10 @@ from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer import sparse_verdict
 from semdiag.questions.k_sweep.changes import change_table
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import measure_of, rerun
+from semdiag.questions.k_sweep.wording import sparse_verdict
 
 SAMPLES, LENGTH, WORDS = 12, 10, 30
 

@@ -11,8 +11,8 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.presenting.answer import show
 from semdiag.questions.k_sweep import LARGEST_K, QUESTION, KSweepPlan
-from semdiag.questions.k_sweep.answer import kinds_lines, length_lines, sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.changes import change_table
+from semdiag.questions.k_sweep.wording import kinds_lines, length_lines, sparse_verdict, verdict_lines
 
 LETTERS, LENGTH = 5, 260
 

@@ -15,11 +15,11 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.answer import length_lines, needed_words, verdict_lines
 from semdiag.questions.k_sweep.changes import change_table, length_table, smallest_enough
 from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE, packed
+from semdiag.questions.k_sweep.wording import length_lines, needed_words, verdict_lines
 from semdiag_files import InputError
 
 LETTERS, LENGTH, SAMPLES = 7, 24, 12
@@ -116,7 +116,7 @@ def test_an_encoder_of_ours_is_sent_to_its_own_command(tiny_runs):
 @pytest.mark.slow
 def test_a_report_cuts_its_lengths_from_the_samples_that_fit_into_its_minutes(model, ids):
     loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
-    plan = KSweepPlan(seconds=1e-9, lengths=(8, 24))  # one sample fits
+    plan = KSweepPlan(rerun=True, seconds=1e-9, lengths=(8, 24))  # one sample fits
     found = survey([loaded], Conditions(plans=(plan,), dtype="float64")).rerun_lengths
     samples = found[found["mask"] == "none"].groupby("length")["sample"].nunique()
     assert samples.to_dict() == {8: LENGTH // 8, 24: 1}

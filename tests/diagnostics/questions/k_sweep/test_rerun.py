@@ -21,11 +21,11 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import column_types
-from semdiag.questions.k_sweep.answer import sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.budgets import NeededKeys, greedy, masks_of
 from semdiag.questions.k_sweep.changes import budget_content
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE, mean_change, measure_of, rerun
+from semdiag.questions.k_sweep.wording import sparse_verdict, verdict_lines
 from semdiag_files import InputError
 from semdiag_models import Encoder
 

@@ -10,11 +10,11 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.answer import show
 from semdiag.questions.k_sweep import QUESTION
-from semdiag.questions.k_sweep.answer import sparse_glance, sparse_verdict, verdict_lines
 from semdiag.questions.k_sweep.changes import Unit, change_interval, change_table, share_below
 from semdiag.questions.k_sweep.figures import cost
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE
+from semdiag.questions.k_sweep.wording import sparse_glance, sparse_verdict, verdict_lines
 
 KEYS, SAMPLES = 16, 300
 HARMLESS, HARMFUL = 0.001, 0.5
