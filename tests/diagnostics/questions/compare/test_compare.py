@@ -160,8 +160,8 @@ def test_what_changes_only_the_values_changes_no_weight_of_its_layer_and_the_oth
 @pytest.mark.parametrize(
     ("pruned", "said"),
     [
-        (("v", 1, slice(0, 2)), "begins in layer 1, heads 0, 1 (total variation 0 at most, output 1 of its norm)"),
-        (("q", 1, slice(4, 6)), "begins in layer 1, head 2 (total variation "),
+        (("v", 1, slice(0, 2)), "begins in layer 1, heads 0, 1."),
+        (("q", 1, slice(4, 6)), "begins in layer 1, head 2."),
         (("q", 0, slice(4, 6)), "begins in layer 0, head 2."),
         (("v", 0, slice(2, 4)), "begins in layer 0, heads 2, 3."),
         (("q", 0, slice(0, 8)), None),  # every head of the first layer: nothing precedes
