@@ -21,3 +21,15 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     ]
     assert len(pictures) == 2
     assert (tmp_path / "look.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_audit_of_an_indexer_finds_the_mistake_that_was_made(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip("this transformers has no DeepSeek-V3.2")
+    notebook = nbformat.read(ROOT / "docs" / "audit-indexer.ipynb", 4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "docs")}}).execute()
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "last allowed key 1 earlier; explains 100.0%" in " ".join(printed.split())

@@ -84,8 +84,8 @@ def _details(findings: Findings) -> list[Claim]:
 _EVERY_UP_TO = 8  # every k up to this one is shown, then every fourth; the CSV has all
 _STEP = 4
 _NO_STREAM = (
-    "Δ stream is left out: through which matrix a head writes into the stream is known for certain of models that "
-    "semdiag trained, run unchanged with the keys that they keep."
+    "Change of stream is left out: through which matrix a head writes into the stream is known for certain of "
+    "models that semdiag trained, run unchanged with the keys that they keep."
 )
 
 
@@ -114,9 +114,9 @@ def _interval(row: Summary) -> str:
 # On a narrow terminal stays what the verdict stands on: the change with its interval, harm, and the control.
 _RERUN = (
     Column("name", "mask", text), Column("kept", "keys", percent, drop=8),
-    Column("weight_kept", "weight", percent, drop=7), Column("head_change", "Δ head", drop=5),
-    Column("stream_change", "Δ stream", drop=4),
-    Column("change", "Δ {}", _change, drop=NEVER), Column("", "95% interval", _interval, drop=NEVER),
+    Column("weight_kept", "weight", percent, drop=7), Column("head_change", "change of head", drop=5),
+    Column("stream_change", "change of stream", drop=4),
+    Column("change", "change of {}", _change, drop=NEVER), Column("", "95% interval", _interval, drop=NEVER),
     Column("harmed harmed_high", "harmed", _harmed, drop=NEVER), Column("random", form=_change),
     Column("growth", "ppl ×", _growth, drop=6), Column("divergence", "KL", _change, drop=1),
     Column("changed", form=percent, drop=2), Column("accuracy", form=percent, drop=3),
@@ -125,7 +125,7 @@ _SWEEP = (
     Column("k"), Column("ratio.p50", "δ(k)/δ_s p50"), Column("ratio.p95", "p95"),
     Column("separation.p50", "Δ(k) p50"), Column("separation.p5", "p5"), Column("weight_kept.mean", "weight mean"),
     Column("weight_kept.p5", "p5"), Column("weight_kept_without_first.mean", "no first", drop=7),
-    Column("head_change.mean", "Δ head"), Column("stream_change.mean", "Δ stream"),
+    Column("head_change.mean", "change of head"), Column("stream_change.mean", "change of stream"),
     Column("load.p95", "load p95", drop=6), Column("load.p100", "p100", drop=4),
     Column("ln_sound.p50", "ln ξ p50", drop=5), Column("ln_paper.p50", "paper p50", drop=3),
     Column("W", "W met", plain, drop=1), Column("X", "X met", plain, drop=2),
@@ -200,7 +200,7 @@ def _rerun_table(rows: Sequence[Summary]) -> NumberTable:
         }
         for row in shown
     ]  # fmt: skip
-    return NumberTable(_RERUN, rows, unit=measure.replace("_", " "))
+    return NumberTable(_RERUN, rows, unit=measure.removesuffix("_change"))
 
 
 def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
@@ -208,12 +208,13 @@ def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
     above = [row["k"] for row in top if row["kept"] < 1]
     keeping_all = [row["k"] for row in top if row["kept"] == 1]
     if above:
-        yield f"Weight and Δ head of k = {', '.join(map(str, above))} are unknown: the sweep ends below (--max-k)."
+        ks = ", ".join(map(str, above))
+        yield f"Weight and change of head of k = {ks} are unknown: the sweep ends below (--max-k)."
     if keeping_all:
         yield f"No query has more keys than k = {', '.join(map(str, keeping_all))}: nothing is dropped."
     masks = {row["mask"] for row in rows}
     if TOP_K in masks and masks - {NO_MASK, TOP_K, RANDOM}:
-        yield "Weight and Δ head are those of topk alone."
+        yield "Weight and change of head are those of topk alone."
 
 
 def _every_k(result: Summary) -> Collapsible:
@@ -226,7 +227,7 @@ def _every_k(result: Summary) -> Collapsible:
     notes = []
     without = [str(row["k"]) for row in shown if "head_change" not in row]
     if 0 < len(without) < len(shown):
-        notes.append(f"Δ head was not computed at k = {', '.join(without)}.")
+        notes.append(f"Change of head was not computed at k = {', '.join(without)}.")
     if not any(entry["quantity"] == "stream_change" for entry in result["sweep"]):
         notes.append(_NO_STREAM)
     hidden = f"Weight, δ(k), Δ(k), load and ξ of {len(rows)} k were measured: --all shows them."

@@ -60,8 +60,8 @@ def test_the_share_of_every_k_that_was_run_is_known_and_decides_which_are_judged
 def test_what_is_unknown_there_is_said_where_it_is_missing(findings, capsys):
     show(QUESTION.answered(findings), every=True)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Weight and Δ head of k = 64, 128 are unknown: the sweep ends below (--max-k)." in printed
-    assert "Weight and Δ head are those of topk alone." in printed
+    assert "Weight and change of head of k = 64, 128 are unknown: the sweep ends below (--max-k)." in printed
+    assert "Weight and change of head are those of topk alone." in printed
     assert "nan" not in printed.lower().replace("semdiag", "")
 
 
