@@ -17,6 +17,8 @@ KINDS = {
     "lsh, asymmetric, CLS": ("lsh", {"hashes": "asymmetric", "pooling": "cls"}),
     "routing": ("routing", {}),
     "redrawn": ("redrawn", {}),
+    "indexer": ("indexer", {"indexer_width": 4}),
+    "moba": ("moba", {}),
 }
 
 
@@ -92,7 +94,7 @@ def test_tables_of_other_kinds_go_together_with_them(encoder, padded_tokens, tin
     assert again.queries["dispersion"].notna().sum() == both.queries["dispersion"].notna().sum()
 
 
-@pytest.mark.parametrize("kind", ["lsh", "routing"])
+@pytest.mark.parametrize("kind", ["lsh", "routing", "indexer", "moba"])
 def test_masks_that_scores_do_not_determine_are_not_put_under_noise(kind, wild_encoder, padded_tokens):
     with pytest.raises(NotAvailableError, match=f"do not say which keys {kind} attention keeps"):
         noise_tables(wild_encoder(kind), *padded_tokens, NoisePlan((0.1,)))
