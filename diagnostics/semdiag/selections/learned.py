@@ -30,7 +30,8 @@ NO_MASK = "none"
 _SINKS = 4  # first keys that a window keeps
 _APART = "|"  # between the names of a module and of a tensor in a file
 _MOMENTS = "exp_avg", "exp_avg_sq"  # of Adam, beside its step
-_TEXTS, _OPTIONS = "fit|texts", "fit|options"
+_TEXTS = "fit|texts"
+_OPTIONS = "fit|options"
 
 
 @dataclass(frozen=True)
