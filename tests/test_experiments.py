@@ -9,6 +9,7 @@ from pathlib import Path
 import dose_figure as drawing
 import k_ablation as ablation
 import length_40
+import length_40_figure
 import lipschitz_pairs as pairs
 import numpy as np
 import pandas as pd
@@ -245,6 +246,18 @@ def test_the_papers_numbers_give_the_papers_conditions():
         assert own["percentile"].tolist() == [75, 90, 95, 100]
         assert own["weight_left_side"].round(3).tolist() == weight
         assert own["input_left_side"].round(3).tolist() == inputs
+
+
+@pytest.mark.slow
+def test_the_dots_of_length_40_are_the_arrivals_of_the_table():
+    table = pd.read_csv(EXPERIMENTS.parent / "reports" / "length-40" / "runs.csv")
+    places = ["task", "attention", "seed"]
+    drawn = length_40_figure.arrivals().set_index(places)
+    expected = table.set_index(places)["epochs_to_0.95"]
+    assert drawn["epochs"].where(drawn["arrived"]).reindex(expected.index).equals(expected)
+    assert set(drawn.index.get_level_values("task")) - set(table["task"]) == {"listops"}
+    points = sum(len(line.get_xdata()) for line in length_40_figure.figure(drawn.reset_index()).axes[0].lines)
+    assert points == len(drawn)
 
 
 def test_the_references_at_length_40_have_the_numbers_of_the_reference_report():

@@ -54,6 +54,12 @@ def heads_glance(findings: Findings) -> Glance:
     measured = table.dropna(subset=["first_weight"]) if "first_weight" in table else table.iloc[:0]
     if measured.empty:
         return Glance(Outcome.MEASURED, counted(len(table), "head"), "measured")
+    means = measured.groupby("model")["first_weight"].mean()
+    if len(means) > 1:
+        return Glance(
+            Outcome.MEASURED, f"{100 * means.min():.0f} to {100 * means.max():.0f}%",
+            f"of a head's weight is on the first key, mean over the heads of each of {len(means)} models",
+        )  # fmt: skip
     most = records(measured.sort_values("first_weight"))[-1]
     layer = layer_name(most["layer"], findings(modules_by_layer, most["model"]))
     return Glance(

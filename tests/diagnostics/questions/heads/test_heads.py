@@ -64,6 +64,14 @@ def test_entropy_and_weight_on_the_first_key_stand_beside_the_others():
     assert glance.words.endswith("mean over 2 heads; the most is 75%, head 1 of layer 0")
 
 
+def test_of_several_models_no_head_is_named_without_its_model():
+    one, other = made("topk", 2), made("full", 2)
+    other.heads["first_weight"] /= 2
+    glance = heads_glance(Findings(Measurements.concat([one, other])))
+    assert glance.number == "31 to 62%"
+    assert glance.words.endswith("of each of 2 models")
+
+
 def test_of_measurements_of_an_older_version_less_is_known():
     found = made("topk", 2)
     whole = found.heads
