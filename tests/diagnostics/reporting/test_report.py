@@ -139,6 +139,10 @@ def test_of_an_external_model_the_papers_theory_is_folded(model, theory, probed,
     assert 'id="mask-stability"' in screens
     assert "paper" not in screens.partition("<main")[2].partition("<details")[0]
     assert '<div class="heads"' in screens
+    sections = re.findall(r'<a href="#([\w-]+)">', text.partition("<nav")[2].partition("</nav>")[0])
+    places = [text.index(f'id="{section}"') for section in sections]
+    assert {"theory", "details"} < {*sections}
+    assert places == sorted(places)
 
 
 @pytest.mark.slow
