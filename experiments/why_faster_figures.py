@@ -13,13 +13,13 @@ import claims
 import numpy as np
 import pandas as pd
 import torch
-from frozen_figure import label_rows
-from matplotlib.axes import Axes
+from forest import draw_row, in_times, label_rows
+from frozen_figure import ARMS
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from t_intervals import t_interval
 
-from semdiag.presenting.drawing.style import FAINT, INK, finished, panel_grid, paper_style
+from semdiag.presenting.drawing.style import FAINT, INK, finished, panel_grid, paper_style, save_figure
 from semdiag_models.tasks import find_task
 
 HERE = Path(__file__).parent
@@ -112,22 +112,14 @@ def frozen() -> Figure:
     """Draw top-5's advantage on two tasks, queries and keys trained and frozen."""
     table = pd.read_csv(HERE.parent / "reports" / "frozen" / "advantages.csv").set_index(["task", "attention"])
     drawn, (ax,) = panel_grid(1, height=1.6, columns=1)
-    for beside, (arm, marker, colour) in enumerate((("trained", "o", "C0"), ("frozen", "s", "C3"))):
+    for arm, style in ARMS.items():
         rows = [table.loc[(task, claims.TOP)] for task in TASKS]
-        middle, low, high = (np.array([row[f"{arm}{end}"] for row in rows]) for end in ("", "_low", "_high"))
-        _intervals(ax, np.arange(len(TASKS))[::-1] + 0.14 - 0.28 * beside, middle, low, high, marker, colour,
-                   f"queries and keys {arm}")  # fmt: skip
-    label_rows(ax, list(TASKS), first=True)
-    ax.set_xlabel("ln(full attention's mean training loss / top-5's)")
+        ends = (np.exp([row[f"{arm}{end}"] for row in rows]) for end in ("", "_low", "_high"))
+        draw_row(ax, np.arange(len(TASKS))[::-1], *ends, *style, f"queries and keys {arm}")
+    label_rows(ax, list(TASKS), first=True, equal=1.0)
+    in_times(ax, [0.5, 1, 2, 4], 0.8, 7.0)
+    ax.set_xlabel("full attention's mean training loss over top-5's")
     return finished(drawn, "Small models, five seeds, 95% t-intervals; full attention is trained.")
-
-
-def _intervals(
-    ax: Axes, rows: np.ndarray, middle: np.ndarray, low: np.ndarray, high: np.ndarray, marker: str, colour: str,
-    label: str | None,
-) -> None:  # fmt: skip
-    ax.errorbar(middle, rows, xerr=[middle - low, high - middle], linestyle="none", marker=marker, color=colour,
-                markersize=4, linewidth=1.2, capsize=2, label=label)  # fmt: skip
 
 
 @paper_style
@@ -140,9 +132,9 @@ def times_four() -> Figure:
         np.array([math.exp(getattr(m, end)) for m in means]) for end in ("estimate", "low", "high")
     )
     drawn, (ax,) = panel_grid(1, height=2.8, columns=1)
-    _intervals(ax, np.arange(len(means))[::-1].astype(float), middle, low, high, "o", INK, None)
+    draw_row(ax, np.arange(len(means))[::-1].astype(float), middle, low, high, "o", INK, 0.0, None)
     ax.set_yticks(range(len(means)), [*claims.SMALL, "over tasks"][::-1])
-    ax.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    ax.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
     ax.set_xscale("log")
     ax.set_xticks([0.3, 0.5, 0.7, 1.0], ["0.3", "0.5", "0.7", "1"])
     ax.xaxis.set_minor_locator(NullLocator())
@@ -160,9 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
-        draw().savefig(folder / f"{name}.svg")
+        save_figure(draw(), folder / name, ["svg"])
 
 
 if __name__ == "__main__":
