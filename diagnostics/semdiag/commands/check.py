@@ -1,6 +1,5 @@
 """``semdiag check``."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ import typer
 from semdiag.commands.measuring import FORMATS
 from semdiag.presenting import options
 from semdiag.presenting.question import CHECKPOINTS, Question, Request
-from semdiag.presenting.terminal import beside_json, say, tell, terminal
+from semdiag.presenting.terminal import print_json, say, tell, terminal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,13 +84,11 @@ def _check(
 def _show(result: "Verification", request: Request) -> None:
     from semdiag.commands.printing import conclusion, print_check
 
-    as_json = request.values["as_json"]
     if not request.values["quiet"]:
-        with beside_json(as_json):
-            say(conclusion(result))
-            print_check(result)
-    if as_json:
-        typer.echo(json.dumps(result.summary(), allow_nan=False))
+        say(conclusion(result))
+        print_check(result)
+    if request.values["as_json"]:
+        print_json(result.summary())
     for words in result.failures:
         tell(f"semdiag: {words}.")
 
@@ -253,7 +250,7 @@ def info(
         attention = config_values.get("attention")
         facts = (loaded.path, loaded.sha256, loaded.task, attention, config_values.get("k"), loaded.epoch)
         content = {"results": [dict(zip(MODEL_FACTS, facts, strict=True))], **sections}
-        typer.echo(json.dumps(json_ready({"schema": schema("info"), **content}), allow_nan=False))
+        print_json(json_ready({"schema": schema("info"), **content}))
         raise typer.Exit(bool(loaded.contradicted_by))
     say(f"{loaded.path}: {_opening(loaded)}.")
     say(f"Weights {recorded}.")

@@ -1,7 +1,6 @@
 """The program ``semdiag``: its commands, and the border where errors become one line."""
 
 import inspect
-import json
 import os
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 from semdiag.presenting import options
 from semdiag.presenting.question import CHECKPOINTS, PANELS, SAMPLING, TRAINING, YOUR_MODEL, Question, Request
-from semdiag.presenting.terminal import apart_from_json, beside_json, say, speak_any_language, tell
+from semdiag.presenting.terminal import print_json, say, speak_any_language, stdout_for_json, tell
 from semdiag.questions import registry
 from semdiag.questions.registry import QUESTIONS
 
@@ -79,11 +78,10 @@ def _report(
         report_options = _report_options(noise, thorough, minutes, lengths, values)
         findings, page, content = _measure_and_draw(report_options, request, keep_queries)
     if values["as_json"]:
-        typer.echo(json.dumps(content))
+        print_json(content)
     if not values["quiet"]:
-        with beside_json(values["as_json"]):
-            say_sentences(content["verdict"][:MOST])
-            say(f"Report: {page}")
+        say_sentences(content["verdict"][:MOST])
+        say(f"Report: {page}")
     if show:
         webbrowser.open(page.resolve().as_uri())
     refuse_failed(findings, "--rerun-minutes 0")
@@ -123,8 +121,7 @@ def _measure_and_draw(report_options: "ReportOptions", request: Request, keep_qu
         k_lowers="k" not in request.typed,
     )
     findings, loaded = request.measured(values["models"], conditions, keep_queries=keep_queries)
-    with apart_from_json(values["as_json"]):
-        look = one_text_page(loaded, conditions)
+    look = one_text_page(loaded, conditions)
     folder = request.folder
     try:
         with Stages("drawing", 1, values["quiet"]) as bar:
@@ -205,6 +202,11 @@ class RepeatedOptions(TyperCommand):
         ]
         for param in self.rare:
             param.hidden = False  # only --help leaves it out: completion offers it
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with stdout_for_json(ctx.params.get("as_json", False)):
+            return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; without the rare options unless all were asked for."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import json
 import os
 import shlex
 import sys
@@ -151,7 +150,7 @@ class TypedRequest:
         from semdiag.measuring.survey import check_inputs
         from semdiag.measuring.words import counted
         from semdiag.presenting.progress import Stages
-        from semdiag.presenting.terminal import apart_from_json, tell
+        from semdiag.presenting.terminal import tell
         from semdiag.reporting.folder import reserved
 
         quiet = self.values["quiet"]
@@ -159,10 +158,7 @@ class TypedRequest:
         if run is None:
             check_inputs(paths, conditions)
         steps = len(paths) * (1 + len(conditions.plans) + more_stages)
-        with (
-            apart_from_json(self.values.get("as_json", False)),
-            Stages("measuring", steps, quiet, counted(len(paths), "model")) as bar,
-        ):
+        with Stages("measuring", steps, quiet, counted(len(paths), "model")) as bar:
             loaded = load_all(paths, conditions.config, conditions.head)
             if "out" in self.values:
                 folder = output_folder(self.question.name, [model.path for model in loaded], self.values["out"])
@@ -289,7 +285,7 @@ class TypedRequest:
         from semdiag.presenting.answer import opening_of, show
         from semdiag.presenting.progress import Stages
         from semdiag.presenting.tables import say_sentences
-        from semdiag.presenting.terminal import beside_json, say, tell
+        from semdiag.presenting.terminal import print_json, say, tell
         from semdiag.questions.registry import QUESTIONS
         from semdiag.reporting.report import write_report
 
@@ -309,12 +305,11 @@ class TypedRequest:
                 for sentence in partial_sentences(findings):
                     tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
         if as_json:
-            typer.echo(json.dumps(findings(question.json), allow_nan=False))
+            print_json(findings(question.json))
         if not quiet:
-            with beside_json(as_json):
-                say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
-                show(question.answered(findings), values.get("every", False))
-                say(f"Page: {page}")
+            say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
+            show(question.answered(findings), values.get("every", False))
+            say(f"Page: {page}")
         refuse_failed(findings, "--no-rerun")
 
 

@@ -3,16 +3,14 @@
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-import typer
+from typing import TYPE_CHECKING, Self
 
 from semdiag.commands.measuring import command_line
 from semdiag.commands.sweep_results import RunResult, result, results_document
 from semdiag.commands.train import TimedBar
 from semdiag.measuring.words import count, counted, number, percent, plain, text
 from semdiag.presenting.tables import NEVER, Column, NumberTable, wide_console
-from semdiag.presenting.terminal import say, tell
+from semdiag.presenting.terminal import print_json, say, tell
 from semdiag.questions.dispersion.answer import GATED, SHOWN, GateResult
 from semdiag.reporting.gate import Verification
 
@@ -65,21 +63,14 @@ def print_plan(runs: "list[SweepRun]", folder: Path, records: Path | None, as_js
             }
             for run, epochs in zip(runs, left, strict=True)
         ]  # fmt: skip
-        _echo_json(
-            {"schema": "semdiag.sweep-plan/1", "provenance": {"command": command_line()}, "results": results}
-        )
-
-
-def _echo_json(content: dict[str, Any]) -> None:
-    import json
-
-    typer.echo(json.dumps(content, indent=1, allow_nan=False))
+        provenance = {"command": command_line()}
+        print_json({"schema": "semdiag.sweep-plan/1", "provenance": provenance, "results": results}, indent=1)
 
 
 def print_results(rows: list[RunResult], folder: Path, target: float, as_json: bool, quiet: bool) -> None:
     """Print the table of results; of very many runs only those that are not done."""
     if as_json:
-        _echo_json(results_document(rows, {"command": command_line(), "target": target}))
+        print_json(results_document(rows, {"command": command_line(), "target": target}), indent=1)
     if quiet:
         return
     counts = Counter(row.status for row in rows)

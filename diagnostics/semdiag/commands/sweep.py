@@ -11,7 +11,7 @@ import typer
 from semdiag.commands.measuring import command_line
 from semdiag.commands.sweep_results import RunResult, result, write_results
 from semdiag.presenting import options
-from semdiag.presenting.terminal import beside_json, tell
+from semdiag.presenting.terminal import tell
 from semdiag_files import InputError, RunLock
 
 if TYPE_CHECKING:
@@ -89,12 +89,10 @@ def sweep(
         find_device(device)
     folder = out if out is not None else Path("runs") / config.stem
     if dry_run:
-        with beside_json(as_json):
-            print_plan(runs, folder, records, as_json, quiet)
+        print_plan(runs, folder, records, as_json, quiet)
         return
     rows = _train(runs, folder, sweep_options, lambda groups: _workers(ray, gpus_per_run, jobs, groups, device))
-    with beside_json(as_json):
-        print_results(rows, folder, target, as_json, quiet)
+    print_results(rows, folder, target, as_json, quiet)
     if any(row.status in ("failed", "diverged") for row in rows):
         raise typer.Exit(1)
 

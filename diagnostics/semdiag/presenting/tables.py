@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from semdiag.measuring.words import number, text
-from semdiag.presenting.terminal import results_on_stderr, terminal
+from semdiag.presenting.terminal import terminal
 
 NEVER = -1
 
@@ -54,7 +54,7 @@ _FILE_WIDTH = 150  # columns of text where output goes to a file
 
 def wide_console() -> Console:
     """Return a console on stdout (stderr with JSON), as wide as the terminal or ``COLUMNS``; wide for a file."""
-    console = terminal(stderr=results_on_stderr())
+    console = terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = max(console.width, _FILE_WIDTH)
     return console

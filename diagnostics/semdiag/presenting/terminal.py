@@ -1,12 +1,13 @@
 """Consoles on stdout and stderr, and progress as a line a minute."""
 
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import typer
 
@@ -23,29 +24,23 @@ def escaped(text: str) -> str:
     return visible(text)
 
 
-_JSON_ON_STDOUT = ContextVar("json_on_stdout", default=False)
+_STDOUT: ContextVar[TextIO | None] = ContextVar("stdout", default=None)  # where JSON goes; None: to stdout
 
 
 @contextmanager
-def beside_json(as_json: bool) -> Iterator[None]:
-    """Print results on stderr inside the context if stdout is for JSON."""
-    before = _JSON_ON_STDOUT.set(as_json)
+def stdout_for_json(as_json: bool) -> Iterator[None]:
+    """Keep stdout for :func:`print_json` inside the context: all else, what models print, too, goes to stderr."""
+    before = _STDOUT.set(sys.stdout if as_json else None)
     try:
-        yield
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            yield
     finally:
-        _JSON_ON_STDOUT.reset(before)
+        _STDOUT.reset(before)
 
 
-@contextmanager
-def apart_from_json(as_json: bool) -> Iterator[None]:
-    """Print on stderr, inside the context, what a model's own code prints, if stdout is for JSON."""
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        yield
-
-
-def results_on_stderr() -> bool:
-    """Return whether results go to stderr, because stdout is for JSON."""
-    return _JSON_ON_STDOUT.get()
+def print_json(content: Any, indent: int | None = None) -> None:
+    """Print one JSON object on stdout."""
+    typer.echo(json.dumps(content, indent=indent, allow_nan=False), file=_STDOUT.get())
 
 
 def tell(line: str) -> None:
@@ -54,8 +49,8 @@ def tell(line: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line of a result: on stdout, unless that is for JSON."""
-    typer.echo(escaped(line), err=results_on_stderr())
+    """Print a line of a result."""
+    typer.echo(escaped(line))
 
 
 def terminal(stderr: bool = False) -> "Console":

@@ -69,10 +69,19 @@ def test_a_module_may_edit_the_path(run_semdiag, here, monkeypatch, edit):
     assert run_semdiag("info", spec).code == 0
 
 
-def test_json_stands_alone_whatever_a_model_prints(run_semdiag, here):
-    outcome = run_semdiag("dispersion", code(here, "talks"), "--json", "--quiet")
-    assert json.loads(outcome.out)["schema"].startswith("semdiag.dispersion/")
-    assert "hello from the model" in outcome.err
+CHOOSES = "(x @ x.mT).masked_fill(~torch.ones(3, 3).tril().bool(), -torch.inf).topk(2, -1)"
+
+
+@pytest.mark.parametrize("command", ["dispersion", "info", "selections"])
+def test_json_stands_alone_whatever_a_model_prints(run_semdiag, here, command):
+    places = ["top", "factory"] + ["forward"] * (command != "info")
+    printed = {place: f"print('in {place}'); " for place in places}
+    forward = printed.pop("forward", "") + CHOOSES
+    spec = code(here, f"talks_{command}", **printed, forward=forward)
+    outcome = run_semdiag(command, spec, "--json")
+    assert json.loads(outcome.out)["schema"].startswith(f"semdiag.{command}/")
+    for place in places:
+        assert f"in {place}" in outcome.err
 
 
 @pytest.mark.slow

@@ -190,19 +190,16 @@ def _provenance(**options: Any) -> dict[str, Any]:
 def _deliver(
     summary: dict[str, Any], request: Request, answer_of: "Callable[[dict[str, Any]], Answer]"
 ) -> NoReturn:
-    import json
-
     from semdiag.presenting.answer import sentences_of, show
     from semdiag.presenting.tables import say_sentences
-    from semdiag.presenting.terminal import beside_json
+    from semdiag.presenting.terminal import print_json
 
     if request.values["as_json"]:
-        typer.echo(json.dumps(summary, allow_nan=False))
+        print_json(summary)
     if not request.values["quiet"]:
-        with beside_json(request.values["as_json"]):
-            answer = answer_of(summary)
-            say_sentences(sentences_of(answer.opening or ()))
-            show(answer)
+        answer = answer_of(summary)
+        say_sentences(sentences_of(answer.opening or ()))
+        show(answer)
     raise typer.Exit(int(not all(result["passed"] for result in summary["results"])))
 
 
