@@ -64,3 +64,43 @@ def test_json_is_whole_and_what_was_not_run_is_no_failure(run_semdiag, here):
     assert WHY not in json.loads(done.out)["results"][0]["verdict"]["answer"]
     assert run_semdiag("k-sweep", "refusing:build", "--out", "page", "--no-rerun").code == 0
     assert run_semdiag("report", "refusing:build", "--out", "other", "--rerun-minutes", "0").code == 0
+
+
+ACROSS = '''
+import torch
+
+
+class Model(torch.nn.Module):
+    """Attention of five learned queries to all tokens: a window means nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.kv = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 16)
+        self.queries = torch.nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, ids):
+        k, v = (x.unflatten(2, (2, 4)).transpose(1, 2) for x in self.kv(self.embedding(ids)).chunk(2, -1))
+        q = self.queries.expand(len(ids), 5, 8).unflatten(2, (2, 4)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def build():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Model(), torch.randint(0, 50, (3, 70))
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["report", "k-sweep"])
+def test_kinds_that_were_not_run_are_named_with_their_reason(run_semdiag, here, command):
+    """They were a remark in a fold."""
+    (here / "across.py").write_text(ACROSS)
+    done = run_semdiag(command, "across:build", "--out", "page", "--figures", "none")
+    assert done.code == 0
+    reason = "Window was not run"
+    assert reason in " ".join(done.out.split())
+    summary = json.loads((here / "page" / "summary.json").read_text())
+    (sentence,) = (words for words in summary["verdict"] if words.startswith(reason))
+    assert "its queries and keys are different tokens" in sentence
+    assert sentence in re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", (here / "page" / "index.html").read_text()))

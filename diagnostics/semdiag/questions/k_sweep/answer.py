@@ -31,6 +31,7 @@ from semdiag.questions.k_sweep.changes import (
     condition_table,
     failure_claims,
     length_table,
+    refused_kinds,
     smallest_enough,
     unit_of,
     without_rounding,
@@ -66,7 +67,11 @@ def _headline(findings: Findings) -> list[Claim]:
     unit = unit_of(findings, models[0])
     interval = (verdict.low, verdict.high)
     claim = Claim("verdict", sentence, models[0], verdict.change, unit.measure, interval, verdict.answer)
-    return [claim, *numbered_claims("kinds", kinds_lines(findings, models[0]), models[0])]
+    return [
+        claim,
+        *numbered_claims("kinds", kinds_lines(findings, models[0]), models[0]),
+        *numbered_claims("kind-not-run", refused_kinds(findings, models[0]), models[0]),
+    ]
 
 
 def _details(findings: Findings) -> list[Claim]:

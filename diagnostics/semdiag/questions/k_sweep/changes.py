@@ -24,6 +24,7 @@ from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, KINDS, TOP_K
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
 from semdiag.questions.k_sweep.rerun import (
     HARM,
+    KIND_NOT_RUN,
     LENGTHS_TABLE,
     MOST_HARMED,
     NO_MASK,
@@ -280,6 +281,13 @@ def failed_reruns(findings: Findings) -> dict[str, str]:
     remarks = findings.measurements.remarks
     failed = remarks[remarks["code"] == RERUN_FAILED]
     return {str(row["model"]): str(row["text"]) for row in records(failed)}
+
+
+def refused_kinds(findings: Findings, model: str) -> list[str]:
+    """Return which kinds of masks a model was not run with, and why, a sentence each."""
+    remarks = rows_of_model(findings.measurements.remarks, model)
+    refused = remarks.loc[remarks["code"] == KIND_NOT_RUN, "text"]
+    return [f"{reason[:1].upper()}{reason[1:].removesuffix('.')}." for reason in map(str, refused)]
 
 
 def failure_claims(findings: Findings) -> list[Claim]:

@@ -69,6 +69,7 @@ def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
 
 NO_MASK = "none"
 RERUN_FAILED = "not-run-with-masks"  # code of a remark, whose text is the reason
+KIND_NOT_RUN = "kind-not-run"  # code of a remark: a kind was refused that nobody had named
 
 
 @dataclass(frozen=True)
@@ -390,7 +391,7 @@ def _pass_notes(made: _Passes) -> Iterator[tuple[str, str]]:
             "padding-compared",
         )
     for name, (_, reason) in sorted(made.refused.items(), key=lambda refusal: refusal[1]):
-        yield f"{name} was not run: {reason}", "kind-not-run"
+        yield f"{name} was not run: {reason}", KIND_NOT_RUN
     if made.drew:
         yield f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward"
     yield from made.notes

@@ -26,6 +26,7 @@ from semdiag.questions.k_sweep.changes import (
     judged_conditions,
     kind_of_unit,
     length_table,
+    refused_kinds,
     smallest_enough,
     texts_of,
     tolerance_of,
@@ -214,7 +215,8 @@ def _counting_glance(judged: Sequence[SparseVerdict], unjudged: int, claim_id: s
 
 def verdict_lines(findings: Findings, model: str) -> list[str]:
     """Return the verdict's sentence, followed by its grounds."""
-    return [findings(sparse_verdict, model).sentence, *kinds_lines(findings, model), *grounds(findings, model)]
+    sentences = [findings(sparse_verdict, model).sentence, *kinds_lines(findings, model)]
+    return [*sentences, *refused_kinds(findings, model), *grounds(findings, model)]
 
 
 def kinds_lines(findings: Findings, model: str) -> list[str]:
