@@ -301,7 +301,7 @@ def _show_weights(path: Path, weights: "Mapping[str, Tensor]", as_json: bool) ->
     numbers = sum(tensor.numel() for tensor in weights.values())
     if as_json:
         content = {"schema": schema("info"), "results": [], "weights": rows, "parameters": numbers}
-        typer.echo(json.dumps(content))
+        print_json(content)
         return
     say(f"{path}: weights without their model: {counted(len(rows), 'tensor')} of {counted(numbers, 'number')}.")
     table = Table("name", Column("shape", justify="right"), "type")

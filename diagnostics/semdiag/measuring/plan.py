@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +22,13 @@ class ReportOptions:
     rerun: bool = True  # whether models are run with masks
     rerun_seconds: float | None = None  # for running a model with masks; None: it is run on all inputs
     lengths: tuple[int, ...] = ()  # lengths of the pieces on which an external model is run with masks, too
+
+
+class LargestPass(NamedTuple):
+    """The forward pass of an external model that takes most memory."""
+
+    samples: int  # copies included
+    double: bool = False  # whether in float64
 
 
 class Plan:
@@ -60,6 +67,10 @@ class Plan:
 
     def watch(self, subject: "Subject") -> "Watcher | None":
         """Return an observer of the clean pass, if this plan would otherwise repeat it."""
+        return None
+
+    def largest_pass(self, samples: int, length: int) -> LargestPass | None:
+        """Return its largest pass over batches of so many samples; None: it runs them as the clean pass does."""
         return None
 
     def steps(self) -> int:

@@ -124,7 +124,7 @@ def _surveyed(
         masks = max((getattr(plan, "masks", 0) for plan in conditions.plans), default=0)
         largest_k = max((getattr(plan, "largest_k", 0) for plan in conditions.plans), default=0)
         k = largest_k or max(conditions.k, default=1)
-        fitting, text = fitting_batch(memory, model.path, batches, device, k, masks)
+        fitting, text = fitting_batch(memory, model.path, batches, device, k, masks, conditions.plans)
         progress.say(f"{model.path}: {text}.")
         if fitting < max(map(samples_of, batches)):
             size = fitting

@@ -14,6 +14,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.masked_attention import free_memory
 from semdiag.measuring.calls.running import NoRoomError, in_evaluation, running
+from semdiag.measuring.plan import LargestPass, Plan
 from semdiag.measuring.words import counted, duration
 
 _LONG = 1024  # tokens of all samples from which a run is worth an estimate, if one has at least _CUT
@@ -30,6 +31,8 @@ _SAMPLE = 2**29  # bytes that the rows of a k-sweep take at most
 _NUMBERS = 45  # numbers of a row of a k-sweep beside its largest scores, four bytes each
 _COPIES = 2  # copies of these rows while they are joined
 _OUTPUTS = 5  # copies of the logits that are held while a run with a mask is compared; measured
+_PROBED = 256  # queries of a sample and head of which a probe in float64 holds the scores
+_PROBE = 15 * 8  # bytes of a score there, and of what is made of it
 _CAPTURED = 2.0  # forward passes that take as long as a captured one on a CPU
 _SPARE = 0.9  # share of the free memory that is used
 T = TypeVar("T")
@@ -48,15 +51,25 @@ class Demand:
     parameters: int
     seconds: float  # duration of a forward pass of _CUT tokens
 
-    def bytes(self, samples: int, length: int, k: int, masks: int) -> float:
-        """Return the memory beyond the model's own."""
+    def bytes(self, samples: int, length: int, k: int, masks: int, passes: Sequence[LargestPass] = ()) -> float:
+        """Return the memory beyond the model's own, with the largest passes of probes."""
         rows = samples * self.heads * length
         scores = rows * length * (3 * self.itemsize if self.by_hand or masks else 0) / (1 if self.by_hand else 8)
         outputs = samples * length * self.vocabulary * self.itemsize * (_OUTPUTS if masks else 1)
         swept = min(self.layers * rows * (k + _NUMBERS) * 4 * _COPIES, _SAMPLE)
         tables = min(self.layers * rows, _TABLE) * _ROW + swept
         call = rows * (k * (_ROWS + _KEYS) + _CHANGES)
-        return call + scores + outputs + samples * length * self.width * _STREAMS * self.itemsize + tables
+        swept_pass = call + scores + outputs + samples * length * self.width * _STREAMS * self.itemsize
+        return max(swept_pass, *(self._pass_bytes(each, length) for each in passes), 0.0) + tables
+
+    def _pass_bytes(self, largest: LargestPass, length: int) -> float:
+        """Return what a pass of a probe takes, with the copy of a model that runs in float64."""
+        itemsize = 8 if largest.double else self.itemsize
+        copy = 8 * self.parameters if largest.double and self.itemsize < 8 else 0
+        tokens = largest.samples * length
+        probed = self.heads * min(length, _PROBED) * length * largest.samples * _PROBE
+        scores = self.heads * tokens * length * 3 * itemsize if self.by_hand else 0
+        return copy + tokens * (self.vocabulary + self.width * _STREAMS) * itemsize + probed + scores
 
     def time(self, samples: int, length: int) -> float:
         """Return the seconds of one captured pass."""
@@ -128,32 +141,36 @@ def fitting_batch(
     device: torch.device,
     k: int,
     masks: int,
+    plans: Sequence[Plan] = (),
 ) -> tuple[int, str]:
     """Return the largest number of samples at a time that fits, and what statistics take in words.
 
     Runs with masks count in the memory; how long they take is measured before they begin.
     """
+
+    def needed(size: int, length: int) -> float:
+        passes = [each for plan in plans if (each := plan.largest_pass(size, length)) is not None]
+        return demand_of_model.bytes(size, length, k, masks, passes)
+
     length = max(map(batching.longest, batches))
     free = _SPARE * free_memory(device)
     samples = sum(map(batching.samples_of, batches))
     size = largest_batch = max(map(batching.samples_of, batches))
-    while size > 1 and demand_of_model.bytes(size, length, k, masks) > free:
+    while size > 1 and needed(size, length) > free:
         size //= 2
-    if demand_of_model.bytes(size, length, k, masks) > free:
+    if needed(size, length) > free:
         fits = length
-        while fits > 1 and demand_of_model.bytes(1, fits, k, masks) > free:
+        while fits > 1 and needed(1, fits) > free:
             fits = fits * 9 // 10
-        needed = _amount(demand_of_model.bytes(1, length, k, masks))
         raise NoRoomError(
-            f"{path}: one sample of {length:,} tokens takes {needed}, and {_amount(free)} are free. About "
-            f"{fits:,} tokens fit: --max-length {fits}, or shorter inputs."
+            f"{path}: one sample of {length:,} tokens takes {_amount(needed(1, length))}, and {_amount(free)} are "
+            f"free. About {fits:,} tokens fit: --max-length {fits}, or shorter inputs."
         )
     tokens = sum(batching.samples_of(batch) * batching.longest(batch) for batch in batches)
     seconds = demand_of_model.time(1, length) * tokens / length
     text = f"{counted(samples, 'sample')} of up to {length:,} tokens take about {duration(seconds)}"
     uncounted = "runs with masks and other probes" if masks else "other probes"
-    needed = _amount(demand_of_model.bytes(size, length, k, masks))
-    text += f", {uncounted} not counted, and {needed} beside the model"
+    text += f", {uncounted} not counted, and {_amount(needed(size, length))} beside the model"
     if size < largest_batch:
         text += f", {size} of {largest_batch} samples at a time"
     return size, text

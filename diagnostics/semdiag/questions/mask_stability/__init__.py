@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from semdiag.measuring.plan import Plan, ReportOptions
+from semdiag.measuring.plan import LargestPass, Plan, ReportOptions
 from semdiag.presenting import options
 from semdiag.presenting.options import SUPPOSED_K, command_option, option_field
 from semdiag.presenting.question import Question, Request
@@ -53,6 +53,11 @@ class NoisePlan(Plan):
         from semdiag.questions.mask_stability.measure import measure_mask_stability
 
         return measure_mask_stability(subject, self)
+
+    def largest_pass(self, samples: int, length: int) -> LargestPass:
+        """Return its largest pass over batches of so many samples."""
+        copies = 1 + len(self.levels) * self.draws
+        return LargestPass(max(1, samples // copies) * copies)
 
     def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
         """Return what to record."""

@@ -206,7 +206,8 @@ def measure_mask_stability(subject: Subject, plan: NoisePlan) -> Mapping[str, pd
     """Return the tables of a plan."""
     inputs, labels = subject.first
     if subject.model.external:  # a batch with all its noisy copies is as large as any other
-        size = max(1, subject.batch_size // (1 + len(plan.levels) * plan.draws))
+        largest = max(map(samples_of, inputs))
+        size = max(1, min(subject.batch_size, largest) // (1 + len(plan.levels) * plan.draws))
         inputs = [piece for batch in inputs for piece in small_parts(batch, size)]
     masks, effects = noise_tables(
         subject.model,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from semdiag.measuring.plan import Plan, ReportOptions
+from semdiag.measuring.plan import LargestPass, Plan, ReportOptions
 from semdiag.presenting import options
 from semdiag.presenting.question import Question
 
@@ -53,6 +53,14 @@ class SecantsPlan(Plan):
         from semdiag.questions.stability.measure import measure_stability
 
         return measure_stability(subject, self)
+
+    def largest_pass(self, samples: int, length: int) -> LargestPass:
+        """Return its largest pass over batches of so many samples."""
+        from semdiag.questions.stability.gains import samples_at_once
+        from semdiag.questions.stability.measure import pairs_at_once
+
+        pairs = min(samples, pairs_at_once(length, length))
+        return LargestPass(max(2 * pairs, min(samples, samples_at_once(length))), double=True)
 
     def provenance(self, samples: int, probe_samples: int) -> dict[str, Any]:
         """Return what to record."""

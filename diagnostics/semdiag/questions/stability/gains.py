@@ -53,7 +53,7 @@ def measure_gains(
     length, keys = longest_call(loaded, batches, device, torch.float64)
     queries = max(QUERIES // 8, min(QUERIES, _PAIRS // keys))
     if length > queries:
-        batches = list(first_samples(batches, SAMPLES if keys <= _LONG else _FEWEST))
+        batches = list(first_samples(batches, samples_at_once(keys)))
         taken = counted(sum(map(samples_of, batches)), "sample")
         remark(f"gains: {taken}, and at most {queries} evenly spaced queries of each", "gains-thinned")
     generator = torch.Generator().manual_seed(seed)
@@ -78,6 +78,11 @@ def measure_gains(
         why = "scores of its attention are not products of queries and keys alone"
         note("gains", why, ", ".join(sorted(numbers)))
     return GAINS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+
+
+def samples_at_once(keys: int) -> int:
+    """Return of how many samples gains are measured, in one pass if they are one batch."""
+    return SAMPLES if keys <= _LONG else _FEWEST
 
 
 def spaced(length: int, most: int = QUERIES) -> Tensor:

@@ -165,7 +165,7 @@ def measure_secants(
         taken = counted(sum(map(samples_of, first_batches)), "sample")
         remark(f"noise: {taken}, and at most {QUERIES} evenly spaced queries of each", "noise-thinned")
     heads = _HEADS if loaded.external else loaded.encoder.config.heads
-    at_once = max(1, _SCORES // (2 * heads * length * keys))
+    at_once = pairs_at_once(length, keys, heads)
     with running(loaded, add, device, torch.float64) as run:
         for noise in levels:
             level = noise
@@ -184,6 +184,11 @@ def measure_secants(
                 done += size
     secants = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
     return secants[~secants["layer"].isin(reach.left_out(SecantsPlan.name, note))].reset_index(drop=True)
+
+
+def pairs_at_once(length: int, keys: int, heads: int = _HEADS) -> int:
+    """Return of how many samples the clean and the noisy copy run together."""
+    return max(1, _SCORES // (2 * heads * length * keys))
 
 
 def small_parts(batch: Batch, at_once: int) -> list[Batch]:
