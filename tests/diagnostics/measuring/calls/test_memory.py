@@ -168,8 +168,8 @@ SMOLLM2 = Demand(30, 9, 576, 49152, 4, False, 134_515_008, 1.0)
 LIKE_GPT2 = Demand(6, 8, 512, 50257, 4, False, 45_695_488, 1.0)
 IN_FLOAT64 = dataclasses.replace(LIKE_GPT2, itemsize=8)
 NOISE = NoisePlan(draws=3)
-# Peaks in GiB above what was held before, of one text of random tokens (python benchmarks/told.py); those of SmolLM2
-# as reported, less the 1.3 GiB that its process holds.
+# Peaks in GiB above what was held before, of one text of random tokens (python benchmarks/told.py); those of
+# SmolLM2 as reported, less the 1.3 GiB that its process holds.
 PEAKS = [
     (SMALL, 1024, 5, (), 0.96),
     (SMOLLM2, 1024, 5, (), 1.4),
