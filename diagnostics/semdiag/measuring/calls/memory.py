@@ -67,7 +67,7 @@ class Demand:
         itemsize = 8 if largest.double else self.itemsize
         copy = 8 * self.parameters if largest.double and self.itemsize < 8 else 0
         tokens = largest.samples * length
-        probed = self.heads * min(length, _PROBED) * length * largest.samples * _PROBE
+        probed = self.heads * min(length, _PROBED) * length * largest.samples * _PROBE if largest.double else 0
         scores = self.heads * tokens * length * 3 * itemsize if self.by_hand else 0
         return copy + tokens * (self.vocabulary + self.width * _STREAMS) * itemsize + probed + scores
 

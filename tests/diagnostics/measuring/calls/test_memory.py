@@ -177,6 +177,7 @@ PEAKS = [
     (LIKE_GPT2, 1024, 4, (), 1.16),
     (LIKE_GPT2, 1024, 5, (SecantsPlan(), NOISE), 1.60),
     (IN_FLOAT64, 1024, 0, (SecantsPlan(),), 1.52),
+    (LIKE_GPT2, 1024, 0, (NoisePlan((0.001, 0.01, 0.1), draws=5),), 3.59),
 ]
 
 
