@@ -155,11 +155,7 @@ def find_folder(spec: str) -> Path:
         why = f"there is no folder {name}"
         if folder.is_file():
             why = f"{name} is a file in the folder hf:{folder.parent}"
-        raise InputError(
-            f"{spec}: {why}. Models are read from disk and never downloaded: name a "
-            f"folder that model.save_pretrained() or hf download --local-dir wrote{_copy_in_cache(name)}."
-            f"{hint_of_hub(name)}"
-        )
+        raise InputError(f"{spec}: {why}. Models are read from disk and never downloaded. {_advice(name)}")
     if (folder / "adapter_config.json").exists():
         raise InputError(
             f"{spec}: the folder holds an adapter, not a model. Merge it first: "
@@ -190,13 +186,14 @@ def check_files(folder: Path) -> None:
             open_file(file).close()
 
 
-def _copy_in_cache(name: str) -> str:
-    """Return the folder of a model of the Hub in this machine's cache; empty if there is none."""
+def _advice(name: str) -> str:
+    """Return what would work in place of a folder that is not there."""
     with suppress(ImportError, OSError, ValueError):
         from huggingface_hub import snapshot_download
 
-        return f", like the copy in the cache, hf:{snapshot_download(name, local_files_only=True)}"
-    return ""
+        return f"Name its copy in the cache, hf:{snapshot_download(name, local_files_only=True)}."
+    hint = hint_of_hub(name)
+    return hint.lstrip() or "Name a folder that model.save_pretrained() or hf download --local-dir wrote."
 
 
 def load_pretrained(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:

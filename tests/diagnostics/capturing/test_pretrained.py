@@ -304,8 +304,10 @@ def test_without_a_tokenizer_texts_are_refused(copied, tmp_path):
 
 
 def test_nothing_is_downloaded():
-    with pytest.raises(InputError, match=r"there is no folder bert-base-uncased.* wrote[.]$"):
+    with pytest.raises(InputError, match=r"there is no folder bert-base-uncased.* hf:bert-base-uncased[.]$"):
         load("hf:bert-base-uncased")
+    with pytest.raises(InputError, match=r"there is no folder /nowhere/bert.* wrote[.]$"):
+        load("hf:/nowhere/bert")
 
 
 def test_the_copy_of_a_model_in_the_cache_is_named(tmp_path, monkeypatch):

@@ -79,7 +79,6 @@ def external(path, last):
         (bare_pickle, "odd.pt refused: it holds the code object posix.mkdir"),
         (misshapen, "parameter 'blocks.0.expand.weight' has shape (3, 3); its configuration says (16, 16)."),
         (k_zero, "k must lie in [1, 100000]. Got k=0."),
-        (external, "odd.pt holds weights without their model (a state dict)."),
     ],
 )
 @pytest.mark.parametrize("command", ["info", "dispersion", "check", "report"])
@@ -87,6 +86,13 @@ def test_files_that_are_no_checkpoints(refusal, here, untouched, tiny_runs, comm
     make(here / "odd.pt", (tiny_runs.full / "last.pt").read_bytes())
     untouched()
     assert message in refusal(command, "odd.pt")
+
+
+@pytest.mark.parametrize("command", ["dispersion", "check", "report"])  # info says what it holds
+def test_weights_without_their_model_are_not_measured(refusal, here, untouched, command):
+    external(here / "odd.pt", b"")
+    untouched()
+    assert "odd.pt holds weights without their model (a state dict)." in refusal(command, "odd.pt")
 
 
 def inputs(tokens):
