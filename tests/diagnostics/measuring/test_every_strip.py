@@ -45,7 +45,7 @@ class Model(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.tokens, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
-            self.places = nn.Embedding(9, 16)  # or keys would tie, and rounding decide
+            self.places = nn.Embedding(9, 16)  # without them the keys of one token tie, and rounding decides
             self.qkv = nn.ModuleList([nn.Linear(16, 32), nn.Linear(16, 48)])
 
     def forward(self, input_ids, attention_mask):
@@ -61,13 +61,16 @@ class Model(nn.Module):
         return self.head(x + (weights @ v).transpose(1, 2).flatten(2))
 
 
-def tables():
+def tables(plans=PLANS, positions=True):
     ids = torch.randint(11, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     batches = [{"input_ids": ids, "attention_mask": mask}]
-    loaded = LoadedModel("own:model", "", Model(), "factory", "unknown", batches=batches)
-    return survey([loaded], Conditions(dtype="float64", plans=PLANS))
+    model = Model()
+    if not positions:
+        nn.init.zeros_(model.places.weight)
+    loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=batches)
+    return survey([loaded], Conditions(dtype="float64", plans=plans))
 
 
 @pytest.mark.slow
@@ -85,6 +88,22 @@ def test_tables_do_not_depend_on_the_size_of_strips(monkeypatch):
             )
         else:
             pd.testing.assert_frame_equal(found, expected, rtol=1e-9)
+
+
+def test_keys_that_tie_but_for_rounding_are_not_separated(monkeypatch):
+    """Which of them is kept is up to rounding; what separates them is not."""
+
+    def scores_of_sweep():
+        quantities = ["dispersion", "separation", "weight_kept", "ln_sound", "ln_paper"]
+        return _in_order(tables((KSweepPlan(),), positions=False).sweep.query("quantity in @quantities"))
+
+    expected = scores_of_sweep()
+    separation = expected.query("quantity == 'separation' and layer == 0")
+    assert (separation.query("not_positive > 0")["p0"] == 0).any()
+    assert not separation["p0"].between(0, 1e-12, inclusive="neither").any()
+    for module, name in STRIPS.items():
+        monkeypatch.setattr(importlib.import_module(f"semdiag.{module}"), name, 1)
+    pd.testing.assert_frame_equal(scores_of_sweep(), expected, rtol=1e-9)
 
 
 def _in_order(table):

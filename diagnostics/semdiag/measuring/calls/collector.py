@@ -132,7 +132,7 @@ def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
     return REMARKS.of_rows({"model": model, **remark.to_dict(), "times": times} for remark, times in remarks)
 
 
-_TIE = 8 * torch.finfo(torch.float64).eps  # times |scale|·‖q‖·‖k‖: the rounding of a dot product, with a margin
+_TIE = 8  # units of roundoff of a dot product below |scale|·‖q‖·‖k‖, with a margin
 
 
 class NotAvailableError(InputError):
@@ -162,6 +162,13 @@ class ScoredRows:
         return ScoredRows(*first), ScoredRows(*second)
 
 
+def score_rounding(call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """Return by how much two equal scores of a query may differ if computed in a dtype, (B, H, Lq) float64, nats."""
+    longest_key = call.k.double().norm(dim=-1).amax(-1, keepdim=True)
+    longest_key = longest_key.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+    return _TIE * torch.finfo(dtype).eps * abs(call.scale) * call.q.double().norm(dim=-1) * longest_key
+
+
 def scored_rows(call: AttentionCall) -> ScoredRows:
     """Return the scores of an attention call, with δ, Δ and the sets."""
     if call.sinks is not None:
@@ -176,9 +183,7 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
     passed_over = scores.masked_fill(~allowed | selected, -torch.inf).amax(-1)
     counted = selected.any(-1)
     gap = torch.where(counted, lowest - passed_over, torch.inf)
-    longest_key = call.k.double().norm(dim=-1).amax(-1, keepdim=True)
-    longest_key = longest_key.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
-    rounding = _TIE * abs(call.scale) * call.q.double().norm(dim=-1) * longest_key
+    rounding = score_rounding(call, torch.float64)
     return ScoredRows(
         scores=scores.masked_fill(~allowed, -torch.inf),
         selected=selected,

@@ -18,8 +18,9 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.call_strips import allowed_mask
 from semdiag.mathematics.paper_stability import log_paper_heavy_hitter
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, TARGETS, sampled_estimates
+from semdiag.mathematics.score_strips import rows_of
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
-from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers
+from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers, score_rounding
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.outputs import Streams, output_changes, output_ks
 from semdiag.measuring.percentiles import COLUMNS, rank_error, summaries
@@ -217,7 +218,8 @@ def sweep_quantities(
         lowest = score.where(drops, 0)
         following = top[k].double().where(drops, 0)
         dispersion = (highest - lowest).where(drops, full_range)
-        separation = (lowest - following).masked_fill(~drops, math.inf)
+        gap = lowest - following
+        separation = gap.where(gap > part["rounding"], 0).masked_fill(~drops, math.inf)
         row = dispersion, separation, keys.clamp(max=k)
         yield k, "dispersion", dispersion
         yield k, "ratio", (dispersion / full_range).masked_fill(~(drops & (full_range > 0)), math.nan)
@@ -283,7 +285,11 @@ class TopScores:
         changes = output_changes(rows, self._output_ks, stream)
         statistics = rows.statistics
         self.most_keys = max(self.most_keys, int(statistics.keys.max()))
+        rounding = score_rounding(call, statistics.maximum.dtype)
+        if places is not None:
+            rounding = rows_of(rounding[..., None], places)[..., 0]
         columns = {
+            "rounding": rounding,
             "top": statistics.top.movedim(-1, 0),
             "range": statistics.maximum - statistics.minimum,
             "keys": statistics.keys,
