@@ -94,8 +94,9 @@ def test_keys_that_tie_but_for_rounding_are_not_separated(monkeypatch):
     """Which of them is kept is up to rounding; what separates them is not."""
 
     def scores_of_sweep():
+        sweep = tables((KSweepPlan(),), positions=False).sweep
         quantities = ["dispersion", "separation", "weight_kept", "ln_sound", "ln_paper"]
-        return _in_order(tables((KSweepPlan(),), positions=False).sweep.query("quantity in @quantities"))
+        return _in_order(sweep[sweep["quantity"].isin(quantities)])
 
     expected = scores_of_sweep()
     separation = expected.query("quantity == 'separation' and layer == 0")
