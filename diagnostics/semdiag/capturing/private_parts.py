@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -262,22 +262,22 @@ def _hooks() -> bool:
     module = nn.Identity()
     tables = []
     handles = []
-    for owner, name, kwargs in (
-        (module, "_forward", {"with_kwargs": True}),
-        (of_all_modules, "_global_forward", {}),
-    ):
-        added = "" if owner is module else "module_"
-        for kind, more in (("pre_hook", kwargs), ("hook", {"always_call": True})):
-            handles.append(getattr(owner, f"register_{added}forward_{kind}")(lambda *arguments: None, **more))
-            tables.append(getattr(owner, f"{name}_{kind}s"))
-        tables[-1].move_to_end(handles[-1].id, last=False)
-    always = handles[1].id in module._forward_hooks_always_called
-    always = always and handles[3].id in of_all_modules._global_forward_hooks_always_called
-    named = handles[0].id in module._forward_pre_hooks_with_kwargs
-    standing = [handle.id in table for handle, table in zip(handles, tables, strict=True)]
-    for handle in handles:
-        handle.remove()
-    return always and named and all(standing)
+    with ExitStack() as undo:
+        for owner, name, kwargs in (
+            (module, "_forward", {"with_kwargs": True}),
+            (of_all_modules, "_global_forward", {}),
+        ):
+            added = "" if owner is module else "module_"
+            for kind, more in (("pre_hook", kwargs), ("hook", {"always_call": True})):
+                handle = getattr(owner, f"register_{added}forward_{kind}")(lambda *arguments: None, **more)
+                undo.callback(handle.remove)
+                handles.append(handle)
+                tables.append(getattr(owner, f"{name}_{kind}s"))
+            tables[-1].move_to_end(handles[-1].id, last=False)
+        always = handles[1].id in module._forward_hooks_always_called
+        always = always and handles[3].id in of_all_modules._global_forward_hooks_always_called
+        named = handles[0].id in module._forward_pre_hooks_with_kwargs
+        return always and named and all(handle.id in table for handle, table in zip(handles, tables, strict=True))
 
 
 def _storages() -> bool:
