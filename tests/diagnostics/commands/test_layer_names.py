@@ -66,7 +66,7 @@ def both(here):
 def test_sentences_on_an_encoder_decoder_name_the_module(both, run_semdiag):
     outcome = run_semdiag("compare", *both, "--figures", "none", "--out", "page")
     assert outcome.code == 0, outcome.err
-    assert f"begins in {CROSS}, head 0 (" in " ".join(outcome.out.split())
+    assert f"begins in {CROSS}, head 0." in " ".join(outcome.out.split())
     loaded = semdiag.load(both[1])
     findings = Findings(semdiag.measure(loaded, [loaded.batches], k=[2]))
     assert re.search(r"head [01] of layer [012] \((en|de)coder\.layers\.0\.\w+\)$", heads_glance(findings).words)
