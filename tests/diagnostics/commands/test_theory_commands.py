@@ -54,7 +54,7 @@ def test_wrong_noise_is_refused(refusal, sections, tiny_runs, noise):
 
 @pytest.mark.slow
 def test_pairs_are_shown(run_semdiag, sections, tiny_runs):
-    outcome = run_semdiag("bounds", tiny_runs.full, tiny_runs.topk, *FEW)
+    outcome = run_semdiag("bounds", tiny_runs.full, tiny_runs.topk, *FEW, "--all")
     said = " ".join(outcome.out.split())
     for words in (
         "even-pairs, topk-3, seed 7",

@@ -98,6 +98,7 @@ def left_behind(model):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.gettrace() is not None, reason="something else traces")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # plants as a generator closes
 def test_exceptions_in_anything_that_a_monitor_runs_stop_no_training():
     losses, calls, _, left = trained()
     assert not left
