@@ -162,7 +162,7 @@ class ScoredRows:
         return ScoredRows(*first), ScoredRows(*second)
 
 
-def score_rounding(call: AttentionCall, dtype: torch.dtype) -> Tensor:
+def tie_width(call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """Return by how much rounding in a dtype may separate equal scores of a query, (B, H, Lq) float64, nats."""
     longest_key = call.k.double().norm(dim=-1).amax(-1, keepdim=True)
     longest_key = longest_key.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
@@ -183,7 +183,7 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
     passed_over = scores.masked_fill(~allowed | selected, -torch.inf).amax(-1)
     counted = selected.any(-1)
     gap = torch.where(counted, lowest - passed_over, torch.inf)
-    rounding = score_rounding(call, torch.float64)
+    rounding = tie_width(call, torch.float64)
     return ScoredRows(
         scores=scores.masked_fill(~allowed, -torch.inf),
         selected=selected,

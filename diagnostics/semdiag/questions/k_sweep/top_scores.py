@@ -20,7 +20,7 @@ from semdiag.mathematics.paper_stability import log_paper_heavy_hitter
 from semdiag.mathematics.sampled_intervals import PER_STRATUM, TARGETS, sampled_estimates
 from semdiag.mathematics.score_strips import rows_of
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
-from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers, score_rounding
+from semdiag.measuring.calls.collector import QueryDraws, SampleNumbers, tie_width
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.outputs import Streams, output_changes, output_ks
 from semdiag.measuring.percentiles import COLUMNS, rank_error, summaries
@@ -285,7 +285,7 @@ class TopScores:
         changes = output_changes(rows, self._output_ks, stream)
         statistics = rows.statistics
         self.most_keys = max(self.most_keys, int(statistics.keys.max()))
-        rounding = score_rounding(call, statistics.maximum.dtype)
+        rounding = tie_width(call, statistics.maximum.dtype)
         if places is not None:
             rounding = rows_of(rounding[..., None], places)[..., 0]
         columns = {
