@@ -166,7 +166,8 @@ def tie_width(call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """Return by how much rounding in a dtype may separate equal scores of a query, (B, H, Lq) float64, nats."""
     longest_key = call.k.double().norm(dim=-1).amax(-1, keepdim=True)
     longest_key = longest_key.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
-    return _TIE * torch.finfo(dtype).eps * abs(call.scale) * call.q.double().norm(dim=-1) * longest_key
+    largest: Tensor = abs(call.scale) * call.q.double().norm(dim=-1) * longest_key
+    return _TIE * torch.finfo(dtype).eps * largest
 
 
 def scored_rows(call: AttentionCall) -> ScoredRows:
