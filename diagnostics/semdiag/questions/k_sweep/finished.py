@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag_files import InputError, read_bytes, read_json, write_text
+from semdiag_models import weights_sha256
 
 PAGE = "index.html"  # says how far the runs are
 RUNS = "runs-*.jsonl"  # of each process
@@ -214,10 +215,8 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def weights_digest(module: nn.Module) -> str:
-    """Return a digest of a model's weights, by name, shape and sum of each."""
-    digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        if isinstance(tensor, Tensor):
-            total = float(tensor.detach().double().sum()) if not tensor.is_complex() else 0.0
-            digest.update(f"{name}{tuple(tensor.shape)}{total!r}".encode())
-    return digest.hexdigest()[:12]
+    """Return a digest of a model's weights; of tensors of another library's class, of their names and shapes."""
+    state = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    plain = {name: tensor for name, tensor in state.items() if type(tensor) is Tensor}
+    foreign = [f"{name} {tuple(tensor.shape)}" for name, tensor in state.items() if name not in plain]
+    return hashlib.sha256(f"{weights_sha256(plain)}{foreign}".encode()).hexdigest()[:12]

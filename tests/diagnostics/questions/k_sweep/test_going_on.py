@@ -15,7 +15,13 @@ from semdiag.measuring.measure import Conditions
 from semdiag.measuring.progress import SurveyProgress
 from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep import KSweepPlan, reruns
-from semdiag.questions.k_sweep.finished import FinishedRun, FinishedRuns, model_folder, texts_digest
+from semdiag.questions.k_sweep.finished import (
+    FinishedRun,
+    FinishedRuns,
+    model_folder,
+    texts_digest,
+    weights_digest,
+)
 from semdiag.reporting.folder import reserved
 from semdiag_files import InputError
 
@@ -167,6 +173,14 @@ class Sayings(SurveyProgress):
 
     def say(self, text):
         self.said.append(text)
+
+
+def test_weights_in_another_order_have_another_digest():
+    layer = nn.Linear(3, 3)
+    before = weights_digest(layer)
+    assert weights_digest(layer) == before
+    layer.weight.data = layer.weight.data[[1, 0, 2]].clone()
+    assert weights_digest(layer) != before
 
 
 def test_the_estimate_comes_before_the_runs_and_masks_before_statistics(model, ids, tmp_path, monkeypatch):
