@@ -214,8 +214,8 @@ def _stale(
         at = faulty[faulty // step % size > 0]
         if not len(at):
             continue
-        chosen, before = (indices[each].cpu().long() for each in (at, at - step))
-        same = (chosen.sort(1).values == before.sort(1).values).all(1)
+        chosen, before = (indices[each].long() for each in (at, at - step))
+        same = (chosen.sort(1).values == before.sort(1).values).all(1).cpu()
         if scores is not None:
             keys = AllowedKeys(
                 allowed.first[at - step], allowed.end[at - step], None, torch.ones_like(at, dtype=torch.bool)
