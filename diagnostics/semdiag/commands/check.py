@@ -25,10 +25,10 @@ _judged = partial(options.command_option, panel="What is judged")
 
 def _check(
     rule: Annotated[list[str] | None, _judged(
-        "What every model must satisfy, like \"dispersion.p95 < 10\". Repeatable. First a metric, like "
-        "dispersion, separation or load, with .mean or .p0 … .p100, or accuracy or residual (how far attention "
-        "recomputed from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models "
-        "and layers, any of layer=0 attention=topk task=even-pairs model=*seed-1*.",
+        "What every model must satisfy, like \"dispersion.p95 < 10\"; repeatable. A metric with .mean or "
+        ".p0 … .p100, or accuracy or residual (how far attention recomputed from the capture deviates); <, <=, > "
+        "or >=; a number; to choose models and layers, any of layer=0 attention=topk task=even-pairs "
+        "model=*seed-1*.",
     )] = None,
     baseline: Annotated[Path | None, _judged(
         "JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",

@@ -46,9 +46,8 @@ def sweep(
     )] = 0.0,
     out: Annotated[Path | None, options.output_option("Folder of the runs.", show_default="runs/CONFIG")] = None,
     records: Annotated[Path | None, options.output_option(
-        "Keep a small file for every finished run in this folder: configuration, history and the hash of the "
-        "weights. A run with such a record counts as done, even if its own folder is gone.", show_default=False,
-        rare=True,
+        "Keep configuration, history and the hash of the weights of every finished run in this folder. A run "
+        "with such a record counts as done, even without its own folder.", show_default=False, rare=True,
     )] = None,
     target: Annotated[float, options.output_option(
         "Training accuracy to reach: results count the epochs up to it.",

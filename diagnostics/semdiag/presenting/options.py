@@ -109,10 +109,9 @@ class Shared:
         list[Path] | None,
         typer.Argument(
             metavar="MODEL",
-            help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:PATH (a "
-            "Hugging Face model on disk), or package.module:function (a function of yours that returns a model, "
-            "or a model and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that "
-            "is set.",
+            help="Checkpoints (.pt), also of the paper's code, run folders, hf:PATH (a Hugging Face model on "
+            "disk), or package.module:function (a function of yours that returns a model, or a model and its "
+            "inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
             show_default=False,
             autocompletion=models,
         ),
@@ -148,8 +147,8 @@ class Shared:
         "classes.", metavar="FILE", rare=True,
     )  # fmt: skip
     samples: int = option_field(
-        500, "How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
-        "asking for more than it held out is an error. With --inputs the default is all.",
+        500, "How many inputs to measure, of a run at most what it held out; all by default where those are "
+        "fewer, or with --inputs.",
     )  # fmt: skip
     batch_size: int = option_field(100, "Samples in one forward pass.", rare=True)
     device: str = option_field(
@@ -157,10 +156,9 @@ class Shared:
         autocompletion=names(("auto", "cpu", "cuda", "mps")),
     )  # fmt: skip
     dtype: str = option_field(
-        "auto", "Precision of the model and its scores: float32 or float64; bfloat16 or float16 for external "
-        "models, whose scores are then read in float32. auto: float64 if all models are semdiag's or the paper's "
-        "encoders, so that numbers are the same on every processor; float32 if any other model is among them, or "
-        "on mps.", rare=True,
+        "auto", "Precision of the model and its scores: float32 or float64; of external models also bfloat16 or "
+        "float16, with scores in float32. auto: float64 for semdiag's and the paper's encoders alone, so that "
+        "numbers are the same on every processor; else, and on mps, float32.", rare=True,
     )  # fmt: skip
     seed: int = option_field(
         0, "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
@@ -177,14 +175,14 @@ class Shared:
     )  # fmt: skip
     max_queries: int = option_field(
         20_000_000, "How many queries and keys of a model are kept one by one. Beyond that, counts, means and "
-        "extremes stay exact and percentiles come from a random sample, with their error stated.", rare=True,
+        "extremes stay exact; percentiles come from a random sample, with their error.", rare=True,
     )  # fmt: skip
     config: Config = None
     head: Head = "auto"
     jobs: int | None = option_field(
         None, "Processes, each with one CPU thread. They divide the models, or the masks with which one model is "
-        "rerun. Their number changes no result, to the last bit. Default: one a core for four or more checkpoints "
-        "on a CPU; otherwise this process measures one model after the other.", show_default=False, panel=WHERE,
+        "rerun. Their number changes no bit of a result. Default: one a core for four or more checkpoints on a "
+        "CPU; else this one alone.", show_default=False, panel=WHERE,
         rare=True,
     )  # fmt: skip
     ray: Ray = ""
@@ -193,8 +191,8 @@ class Shared:
     )  # fmt: skip
     as_json: Json = False
     per_query: Path | None = option_field(
-        None, "Write one row per query to this .parquet file, and the key loads to another beside it. With "
-        "--queries only the drawn queries; beyond --max-queries a random sample.", panel=OUTPUT, rare=True,
+        None, "Write one row per query to this .parquet file, and key loads to another beside it: with --queries "
+        "the drawn ones, beyond --max-queries a random sample.", panel=OUTPUT, rare=True,
     )  # fmt: skip
     figures: str = option_field(
         "png,svg", "Figure formats: any of png, svg, pdf, separated by commas; or none.",

