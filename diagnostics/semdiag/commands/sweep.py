@@ -193,7 +193,6 @@ def _train(
         try:
             _train_orders(orders, workers, sweep_options.retries, rows, progress)
         except KeyboardInterrupt:
-            rows.update_all(run for run in left if run.name in progress.open)
             done = sum(row.status == "done" for row in rows.listed())
             tell(
                 f"Stopped; {done} of {len(runs)} runs are done in {folder}. To go on, run the same command again."
@@ -208,11 +207,14 @@ def _train_orders(
     """Train runs, and write the rows at every end of one."""
     from semdiag_models.sweep import train_all
 
-    for event in train_all(orders, workers, retries):
-        if event is None:
-            progress.tick()
-            continue
-        run, outcome = event
-        row = rows.update(run, outcome)
-        rows.write()
-        progress.ended(run, row)
+    try:
+        for event in train_all(orders, workers, retries):
+            if event is None:
+                progress.tick()
+                continue
+            run, outcome = event
+            row = rows.update(run, outcome)
+            rows.write()
+            progress.ended(run, row)
+    finally:  # what is begun after an interrupt, or a cluster's death
+        rows.update_all(run for order in orders for run in order.runs if run.name in progress.open)

@@ -249,6 +249,44 @@ def test_on_ray_a_killed_worker_loses_nothing_but_its_epoch(here):
         assert same_weights(folder, here / "other" / folder.name)
 
 
+@pytest.mark.slow
+def test_a_dead_raylet_ends_a_sweep_with_a_line_that_goes_on_elsewhere(here):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    process = start(here, "train_samples = 400\nepochs = 4000\nseed = 1\n", "--ray", "auto")
+    wait_until(lambda: folders(here) and epochs(folders(here)[0]) >= 2, process, 300)
+    (raylet,) = [pid for pid in _descendants(process.pid) if _program(pid) == "raylet"]
+    os.kill(raylet, signal.SIGKILL)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 2, err
+    assert err.splitlines()[-1].startswith("semdiag: The Ray cluster died (")
+    (row,) = table(here)
+    assert row["status"] == "begun"
+    assert 2 <= int(row["epochs"]) < 4000
+
+
+def _descendants(process):
+    """Processes that a process started, and theirs."""
+    children = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(name))
+    generations = [children.get(process, [])]
+    while generations[-1]:
+        generations.append([child for parent in generations[-1] for child in children.get(parent, [])])
+    return [each for generation in generations for each in generation]
+
+
+def _program(process):
+    try:
+        return os.path.basename(os.readlink(f"/proc/{process}/exe"))
+    except OSError:
+        return ""
+
+
 def _holding(file):
     """Processes that have a file open."""
     found = set()
