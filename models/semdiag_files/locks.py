@@ -8,9 +8,11 @@ from pathlib import Path
 
 from semdiag_files.errors import InputError
 
-# What flock says where a file system has no locks, like NFS without lockd.
-_NO_LOCKS = {
-    getattr(errno, name) for name in ("ENOSYS", "ENOLCK", "EOPNOTSUPP", "ENOTSUP") if hasattr(errno, name)
+# What flock says where a file system has no locks, like NFS without lockd; 524 is Linux's own ENOTSUPP.
+_NO_LOCKS = {524} | {
+    getattr(errno, name)
+    for name in ("ENOSYS", "ENOLCK", "EOPNOTSUPP", "ENOTSUP", "EINVAL")
+    if hasattr(errno, name)
 }
 
 

@@ -45,7 +45,7 @@ def test_letting_go_twice_takes_nothing_from_the_next(tmp_path):
     second.release()
 
 
-@pytest.mark.parametrize("number", ["ENOLCK", "EOPNOTSUPP"])
+@pytest.mark.parametrize("number", ["ENOLCK", "EOPNOTSUPP", "EINVAL"])
 def test_a_file_system_without_locks_is_used_with_a_remark(number, tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError(getattr(errno, number), "No locks available")
