@@ -1,6 +1,7 @@
 """The folder of a report: reserved before the measuring, replaced as a whole, and never anybody else's."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,6 +12,8 @@ from semdiag_files import InputError, RunLock, read_bytes, read_json
 
 UNFINISHED = "unfinished"  # folder in a report's folder: what an interrupted command finished
 _FINISHED = "*/*.jsonl"  # in it, by model
+# A file in it.
+_PART = re.compile(r"\.semdiag|[0-9a-f]{12}/(runs-\d+\.jsonl|\.?(conditions\.json|index\.html)(\.tmp)?)")
 MARKER = ".semdiag"  # in what semdiag made, and may delete; in a report with the names of its files
 _PARTS = {
     "index.html",
@@ -70,7 +73,7 @@ class ReportFolder:
     def without_empty_parts(self) -> None:
         """Remove the folder of finished parts if there is none, and the report's if that was all."""
         folder = self._place / UNFINISHED
-        if _finished_parts(self._place) and not any(folder.glob(_FINISHED)):
+        if _finished_parts(self._place) and not any(folder.glob(_FINISHED)) and not _foreign_parts(self._place):
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):
                 self._place.rmdir()
@@ -134,6 +137,8 @@ def _check_content(folder: Path, keep_queries: bool) -> None:
         return
     if not folder.is_dir():
         raise InputError(f"{folder} is a file. Name a folder for the report with --out DIR.")
+    if foreign_parts := _foreign_parts(folder):
+        raise InputError(f"{folder} holds {foreign_parts[0]}, which semdiag did not make. Move it, or {_ANOTHER}.")
     try:
         if not {path.name for path in folder.iterdir()} - _finished_parts(folder):
             return
@@ -171,6 +176,16 @@ def _foreign_files(folder: Path) -> list[str]:
 def _finished_parts(folder: Path) -> set[str]:
     """Return the name of the folder with what an interrupted command finished, if there is one of semdiag's."""
     return {UNFINISHED} if (folder / UNFINISHED / MARKER).is_file() else set()
+
+
+def _foreign_parts(folder: Path) -> list[str]:
+    """Return what stands among finished parts and is none."""
+    return sorted(
+        f"{part}/{name}"
+        for part in _finished_parts(folder)
+        for name in _files(folder / part)
+        if not _PART.fullmatch(name) and name.rpartition("/")[2] not in _OF_SYSTEMS
+    )
 
 
 def _files(folder: Path) -> set[str]:

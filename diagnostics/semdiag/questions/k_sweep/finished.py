@@ -4,6 +4,10 @@ import hashlib
 import html
 import json
 import os
+import re
+import site
+import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +30,14 @@ RUNS = "runs-*.jsonl"  # of each process
 _CONDITIONS = "conditions.json"
 _PAGE_EVERY = 10.0  # seconds
 _LIBRARIES = "semdiag", "torch", "transformers"
+_NOT_THE_MODELS = (
+    "__main__",
+    "__mp_main__",
+    "semdiag",
+    "semdiag_models",
+    "semdiag_files",
+)  # modules; their version is compared
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object without one of its own
 # What of a run is kept for each sample, in the order of a record.
 _COLUMNS = (
     "mask", "k", "sample", "part", "chunk", "targets", "correct", "predictions", "changed", "classes", "loss",
@@ -216,7 +228,46 @@ def _bytes_of(value: Any) -> bytes:
 
 def weights_digest(module: nn.Module) -> str:
     """Return a digest of a model's weights; of tensors of another library's class, of their names and shapes."""
-    state = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    tensors = {**dict(module.named_buffers()), **module.state_dict()}  # the first also names what is not saved
+    state = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     plain = {name: tensor for name, tensor in state.items() if type(tensor) is Tensor}
     foreign = [f"{name} {tuple(tensor.shape)}" for name, tensor in state.items() if name not in plain]
     return hashlib.sha256(f"{weights_sha256(plain)}{foreign}".encode()).hexdigest()[:12]
+
+
+def structure_digest(module: nn.Module) -> str:
+    """Return a digest of what a model prints as: its modules with their sizes, and its configuration."""
+    text = f"{module!r} {getattr(module, 'config', None)!r}"
+    return hashlib.sha256(_ADDRESS.sub("", text).encode(errors="surrogateescape")).hexdigest()[:12]
+
+
+def code_digests(module: nn.Module) -> dict[str, str]:
+    """Return a digest of each imported file of the user's, and versions of the libraries that define the model.
+
+    The user's files are those outside Python's own folders and those of installed packages.
+    """
+    python = sysconfig.get_paths()
+    folders = [python[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    installed = {Path(folder).resolve() for folder in folders}
+    digests = {}
+    for name, imported in sorted(sys.modules.items()):
+        file = getattr(imported, "__file__", None)
+        if not isinstance(file, str) or name.partition(".")[0] in _NOT_THE_MODELS:
+            continue
+        path = Path(file).resolve()
+        if not any(path.is_relative_to(folder) for folder in installed):
+            with suppress(OSError):
+                digests[f"code of {name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    for library in sorted({type(part).__module__.partition(".")[0] for part in module.modules()}):
+        release = _release(library)
+        if release:
+            digests[library] = release
+    return digests
+
+
+def _release(library: str) -> str:
+    """Return the version of an imported library; empty if it has none."""
+    with suppress(PackageNotFoundError):
+        return version(library)
+    return str(getattr(sys.modules.get(library), "__version__", ""))

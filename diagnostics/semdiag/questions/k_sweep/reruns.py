@@ -19,7 +19,9 @@ from semdiag.questions.k_sweep.budgets import EXTERNAL_KINDS, OWN_KINDS, masks_o
 from semdiag.questions.k_sweep.finished import (
     PAGE,
     FinishedRuns,
+    code_digests,
     model_folder,
+    structure_digest,
     texts_digest,
     versions,
     weights_digest,
@@ -323,6 +325,8 @@ def _finished(subject: Subject, texts: Iterable[Batch], sets: Sequence[RunSet]) 
     named = {n: " ".join(f"{name}-{k}" for name, k, _ in runs.masks) for n, runs in ((r.length, r) for r in sets)}
     conditions = {
         **versions(),
+        **code_digests(loaded.module),
+        "structure": structure_digest(loaded.module),
         "weights": loaded.sha256[:12] or weights_digest(loaded.module),
         "texts": texts_digest(texts, subject.labels),
         "number of texts": str(inputs.samples),

@@ -1,9 +1,12 @@
 """Runs with masks that are killed and go on: what is finished is not run again, and the end is the same."""
 
+import importlib
 import json
 import multiprocessing
 import os
+import re
 import signal
+import sys
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from semdiag.questions.k_sweep import KSweepPlan, reruns
 from semdiag.questions.k_sweep.finished import (
     FinishedRun,
     FinishedRuns,
+    code_digests,
     model_folder,
+    structure_digest,
     texts_digest,
     weights_digest,
 )
@@ -183,6 +188,62 @@ def test_weights_in_another_order_have_another_digest():
     assert weights_digest(layer) != before
 
 
+OTHER = "from torch import nn\nfrom factor_beside import FACTOR\n\n\nclass Odd(nn.Module):\n    pass\n"
+
+
+def test_code_is_compared_file_by_file_with_what_it_imports(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "factor_beside.py").write_text("FACTOR = 3\n")
+    (tmp_path / "odd_model.py").write_text(OTHER)
+    monkeypatch.delitem(sys.modules, "odd_model", raising=False)
+    module = importlib.import_module("odd_model").Odd()
+    before = code_digests(module)
+    assert before.keys() >= {"code of odd_model", "code of factor_beside"}
+    assert not {name for name in before if name.partition("code of ")[2].startswith(("torch", "semdiag", "json"))}
+    assert code_digests(module) == before
+    (tmp_path / "factor_beside.py").write_text("FACTOR = 4\n")
+    after = code_digests(module)
+    assert {name for name in before if after[name] != before[name]} == {"code of factor_beside"}
+
+
+def test_other_code_with_the_same_weights_is_refused(model, ids, tmp_path):
+    swept(model, ids, tmp_path)
+    (record,) = tmp_path.glob("*/conditions.json")
+    conditions = json.loads(record.read_text())
+    code = f"code of {__name__}"
+    record.write_text(json.dumps(conditions | {code: "0"}))
+    with pytest.raises(InputError, match=rf"another {re.escape(code)} \(0 there, "):
+        swept(model, ids, tmp_path)
+
+
+def test_so_is_another_structure_and_a_buffer_that_is_not_saved(model, ids, tmp_path):
+    swept(model, ids, tmp_path)
+    model.tokens.scale_grad_by_freq = True
+    with pytest.raises(InputError, match="another structure"):
+        swept(model, ids, tmp_path)
+    model.tokens.scale_grad_by_freq = False
+    model.register_buffer("shift", torch.ones(1), persistent=False)
+    with pytest.raises(InputError, match="another weights"):
+        swept(model, ids, tmp_path)
+
+
+def test_structure_has_one_digest_whatever_addresses_it_prints():
+    first, second = (nn.Sequential(nn.GELU(), Named(object())) for _ in range(2))
+    assert repr(first) != repr(second)
+    assert structure_digest(first) == structure_digest(second) != structure_digest(nn.Sequential(nn.ReLU()))
+
+
+class Named(nn.Module):
+    """Prints an object that has no text of its own."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def extra_repr(self):
+        return repr(self.value)
+
+
 def test_the_estimate_comes_before_the_runs_and_masks_before_statistics(model, ids, tmp_path, monkeypatch):
     monkeypatch.setattr(reruns, "_WORTH_SAYING", 0.0)
     monkeypatch.setattr(reruns, "_LONG_ENOUGH", 1)
@@ -221,3 +282,13 @@ def test_a_report_folder_holds_what_is_finished_and_nobody_elses(tmp_path):
     (tmp_path / "s" / "unfinished" / "mine.txt").touch()
     with pytest.raises(InputError, match="not empty"), reserved(tmp_path / "s", keep_queries=False):
         pass
+
+
+def test_a_users_file_among_finished_parts_is_never_deleted(tmp_path):
+    with reserved(tmp_path / "r", keep_queries=False) as folder:
+        parts = folder.unfinished(["a"])
+        (parts / "notes.txt").write_text("mine")
+    refused = pytest.raises(InputError, match=r"notes\.txt, which semdiag did not make")
+    with refused, reserved(tmp_path / "r", keep_queries=False):
+        pass
+    assert (parts / "notes.txt").read_text() == "mine"
