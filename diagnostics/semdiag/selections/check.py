@@ -23,12 +23,13 @@ from semdiag.mathematics.selections import (
 from semdiag.measuring.words import counted
 from semdiag.selections.files import (
     SelectionFile,
-    as_tensor,
     check_k,
     chosen_keys,
     flat_rows,
     float_scores,
     integer_tensor,
+    one_number,
+    real_numbers,
 )
 from semdiag_files import InputError
 
@@ -188,8 +189,10 @@ def check_selection(
 def check_file(file: SelectionFile, causal: bool, format: str, keys: int | None) -> CheckedSelection:
     """Check a selection of a file; faults that an ignored array may explain are refused."""
     rules: dict[str, Any] = {"starts": file.starts, "documents": file.documents, "keys": keys, "error": file.error}
-    rules |= {"q": file.q, "k": file.k} | ({} if file.scale is None else {"scale": file.scale.item()})
+    rules |= {"q": file.q, "k": file.k}
     try:
+        if file.scale is not None:
+            rules["scale"] = one_number(file.scale, "scale")
         checked = check_selection(file.scores, file.indices, file.lengths, causal, format, **rules)
         if checked.faults and (why := file.unclear):
             raise InputError(f"{checked.faults:,} rows would be faulty, but {why}.")
@@ -231,8 +234,8 @@ def _recomputed(
 ) -> tuple[Tensor, Tensor]:
     if scores is not None or error is not None or q is None or k is None:
         raise InputError("Give scores (with their error, if they were recomputed), or else both q and k.")
-    queries = as_tensor(q, "q").double()
-    keys = as_tensor(k, "k").double()
+    queries = real_numbers(q, "q")
+    keys = real_numbers(k, "k")
     if queries.ndim < 2 or keys.ndim < 2 or queries.shape[-1] != keys.shape[-1]:
         shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
         raise InputError(f"q must have the shape (..., rows, D) and k (..., n, D), of the same D. Got {shapes}.")
@@ -251,7 +254,7 @@ def _recomputed(
 
 
 def _errors(error: Any, scores: Tensor | None) -> Tensor:
-    errors = as_tensor(error, "error").double()
+    errors = real_numbers(error, "error")
     if scores is None:
         raise InputError("error says how far scores may be off, and there are no scores.")
     try:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semdiag.capturing.batches import as_whole_number
 from semdiag.mathematics.selections import without_repeats
 from semdiag.selections.arrays import read_arrays
 from semdiag.selections.files import type_name
@@ -34,19 +35,23 @@ def read_queries_and_keys(path: str | Path) -> list[DumpedLayer]:
     """Read the queries and keys that vLLM-Hook (probe_hookqk_worker.py) wrote into ``qk.pt``, of one rank."""
     content = read_plain(Path(path))
     try:
-        sizes = _Sizes.of(content["config"])
-        dumped = [one for name, entry in content["qk_cache"].items() for one in sizes.layers(name, entry)]
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        sizes = _Sizes.of(_table_of(content, "config"))
+        entries = _table_of(content, "qk_cache")
+        dumped = [one for name in entries for one in sizes.layers(name, _table_of(entries, name))]
+    except (KeyError, TypeError) as error:
         raise InputError(f"{path} is no dump of vLLM-Hook: {type(error).__name__} {error}.") from None
-    except ValueError as error:
+    except (ValueError, InputError) as error:
         raise InputError(f"{path}: {error}") from None
-    if not dumped or sizes.shared < 1 or sizes.heads % sizes.shared or not 0 < sizes.scale < math.inf:
+    if not dumped or sizes.heads % sizes.shared or not 0 < sizes.scale < math.inf:
         heads = f"{sizes.heads} and {sizes.shared}"
         raise InputError(f"{path} holds no layer, no scale, or heads that share no keys: {heads}.")
     _check_layers(path, dumped)
     if any(each.first_query < 0 for each in dumped):
         raise InputError(f"{path} has more queries than keys: are q and k swapped?")
     return dumped
+
+
+_WIDEST = 2**20  # width of a head: no tensor fits more
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,21 @@ class _Sizes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "_Sizes":
         heads, shared, width = (
-            int(config[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+            as_whole_number(config[name], name, 1)
+            for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
-        return cls(heads, shared, width, float(config.get("attention_multiplier", width**-0.5)))
+        scale = config.get("attention_multiplier", min(width, _WIDEST) ** -0.5)
+        if not isinstance(scale, int | float):
+            raise ValueError(f"attention_multiplier must be a number. Got {type(scale).__name__}.")
+        return cls(heads, shared, width, float(scale))
 
     def layers(self, name: str, entry: Mapping[str, Any]) -> Iterator[DumpedLayer]:
         """Yield the passes of a module."""
+        layer = as_whole_number(entry["layer_num"], "layer_num", 0)
         for queries, keys in zip(entry["q"], entry["k_all"], strict=True):
             q = _by_head(name, queries, self.heads, self.width)
             k = _by_head(name, keys, self.shared, self.width)
-            yield DumpedLayer(name, int(entry["layer_num"]), q, k, self.scale, k.shape[2] - q.shape[2])
+            yield DumpedLayer(name, layer, q, k, self.scale, k.shape[2] - q.shape[2])
 
 
 def _check_layers(path: str | Path, dumped: list[DumpedLayer]) -> None:
@@ -79,8 +89,19 @@ def _check_layers(path: str | Path, dumped: list[DumpedLayer]) -> None:
             raise InputError(f"{path}: {modules[each.layer]} and {each.module} are both layer {each.layer}.")
     numbers = sorted(modules)
     step = math.gcd(*(b - a for a, b in pairwise(numbers))) or 1
-    if missing := {*range(numbers[0], numbers[-1], step)} - {*numbers}:
-        raise InputError(f"{path} lacks layer {min(missing)} between {numbers[0]} and {numbers[-1]}.")
+    gap = next((low for low, high in pairwise(numbers) if high - low != step), None)
+    if gap is not None:
+        raise InputError(f"{path} lacks layer {gap + step} between {numbers[0]} and {numbers[-1]}.")
+
+
+def _table_of(content: Any, name: Any) -> Mapping[Any, Any]:
+    """Return a table of a table; TypeError if there is none."""
+    if not isinstance(content, Mapping):
+        raise TypeError(f"where {name} should be, there is {type(content).__name__}")
+    if not isinstance(content[name], Mapping):
+        raise TypeError(f"{name} is no table but {type(content[name]).__name__}")
+    table: Mapping[Any, Any] = content[name]
+    return table
 
 
 def _by_head(name: str, rows: Any, heads: int, width: int) -> Tensor:
@@ -118,6 +139,9 @@ def read_routed_experts(
     ``RouterReplay.get_recorded_data()``, a list by layer of (tokens, k), in a .pt.
     """
     path = Path(path)
+    for name, value, least in (("layers", layers, 1), ("k", k, 1), ("start", start, 0)):
+        if value is not None:
+            as_whole_number(value, name, least)
     if path.suffix == ".json":
         experts = _from_base64(path, layers, k, start)
     else:
@@ -160,7 +184,7 @@ def _from_base64(path: Path, layers: int | None, k: int | None, start: int) -> T
     facts = content.get("meta_info", content) if isinstance(content, dict) else {}
     facts = facts if isinstance(facts, dict) else {}
     text = facts.get("routed_experts", facts.get("indexer_topk"))
-    if not isinstance(text, str) or layers is None or k is None or min(layers, k) < 1:
+    if not isinstance(text, str) or layers is None or k is None:
         raise InputError(f"{path}: routed_experts are a text in base64, whose layers and k must be named.")
     try:
         numbers = np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int64)
@@ -191,18 +215,32 @@ def _has_repeats(rows: Tensor) -> bool:
 
 
 _NEVER = 14.0  # e^-14 is below one in a million
+_ENOUGH = 256  # tokens to judge
 
 
 def _are_swapped(experts: Tensor) -> bool:
-    """Return whether rows of ``layers`` numbers repeat none either, which those of several layers hardly would.
+    """Return whether wider rows repeat none either, which those of several layers hardly would."""
+    _, layers, k = experts.shape
+    numbers = layers * k
+    complete = experts[(experts >= 0).all(-1).all(-1)][:_ENOUGH].flatten(1)
+    widths = [width for width in range(k + 1, numbers // 2 + 1) if numbers % width == 0]
+    if layers > k:
+        widths.append(layers)
+    return any(_are_rows(complete, k, width) for width in widths) if len(complete) else False
+
+
+def _are_rows(experts: Tensor, k: int, width: int) -> bool:
+    """Return whether numbers by token are rows of ``width``, and not of k.
 
     Of n experts chosen alike often, two of different rows are the same with probability 1/n: p such pairs are all
     different with probability about e^(-p/n).
     """
-    tokens, layers, k = experts.shape
-    if layers <= k or _has_repeats(experts.reshape(tokens, k, layers)):
+    tokens, numbers = experts.shape
+    place = torch.arange(numbers)
+    pieces = place.div(k, rounding_mode="floor") + numbers * place.div(width, rounding_mode="floor")
+    edges = torch.cat([torch.tensor([0]), pieces.diff().nonzero().flatten() + 1, torch.tensor([numbers])])
+    sizes = edges.diff()  # of a layer in a wider row
+    pairs = (numbers * width - int(sizes.square().sum())) // 2
+    if pairs * tokens <= _NEVER * (int(experts.max()) + 1):
         return False
-    row = torch.arange(layers * k).div(k, rounding_mode="floor").view(k, layers)
-    pairs = int((row[:, :, None] != row[:, None, :]).sum()) // 2
-    complete = int((experts >= 0).all(-1).all(-1).sum())  # tokens
-    return pairs * complete > _NEVER * (int(experts.max()) + 1)
+    return not _has_repeats(experts.view(tokens, -1, width))

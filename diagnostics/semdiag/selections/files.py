@@ -136,8 +136,7 @@ def _selection(
     first = parts.pop("first", None)
     end = parts.pop("end", None)
     if limits and end is not None and "lengths" not in parts:
-        parts["starts"] = torch.zeros_like(end) if first is None else first
-        parts["lengths"] = end - parts["starts"]
+        parts |= _between(path, first, end)
     if limits and bounds and not {"lengths", "documents"} & set(parts):
         parts |= _packed(path, parts["indices"], bounds)
     if "scores" in parts:
@@ -156,10 +155,31 @@ def _by_role(path: Path, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     return {role: arrays[of_role[0]] for role, of_role in names.items()}
 
 
+def _between(path: Path, first: Tensor | None, end: Tensor) -> dict[str, Tensor]:
+    """Return starts and lengths of the keys between two bounds."""
+    stop = _whole_of(path, end, "cu_seqlen_ke")
+    start = torch.zeros_like(stop) if first is None else _whole_of(path, first, "cu_seqlen_ks")
+    if start.shape != stop.shape:
+        raise InputError(
+            f"{path}: cu_seqlen_ks and cu_seqlen_ke must have one shape. Got {_shape(start)} and {_shape(stop)}."
+        )
+    return {"starts": start, "lengths": stop - start}
+
+
+def _whole_of(path: Path, array: Tensor, name: str) -> Tensor:
+    """Return whole numbers of a file as int64."""
+    try:
+        return _whole(array, name).long()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
 def _packed(path: Path, indices: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:
+    for name, array in bounds.items():
+        _whole_of(path, array, name)
     rows = next((held for name, held in bounds.items() if name != "cu_seqlens_k"), next(iter(bounds.values())))
     keys = bounds.get("cu_seqlens_k", rows)
-    sizes = rows.long().diff()
+    sizes = rows.long().diff() if rows.ndim else rows.long()[None]
     if rows.shape != keys.shape or rows.ndim != 1 or bool((sizes < 0).any()) or int(sizes.sum()) != len(indices):
         raise InputError(
             f"{path}: {' and '.join(bounds)} must hold the bounds of the same sequences, up to the "
@@ -208,6 +228,22 @@ def as_tensor(numbers: Any, name: str) -> Tensor:
     except (TypeError, ValueError):
         kind = getattr(numbers, "dtype", type(numbers).__name__)
         raise InputError(f"{name} must be a tensor or an array of numbers. Got {kind}.") from None
+
+
+def real_numbers(numbers: Any, name: str) -> Tensor:
+    """Return floating-point numbers as float64."""
+    tensor = as_tensor(numbers, name)
+    if not tensor.is_floating_point():
+        raise InputError(f"{name} must be floating-point numbers. Got {type_name(tensor)}.")
+    return tensor.double()
+
+
+def one_number(numbers: Any, name: str) -> float:
+    """Return the only number of a tensor; it must be finite."""
+    tensor = as_tensor(numbers, name)
+    if tensor.numel() != 1 or tensor.is_complex() or not bool(tensor.double().isfinite()):
+        raise InputError(f"{name} must be one finite number. Got {type_name(tensor)} of {_shape(tensor)}.")
+    return float(tensor)
 
 
 def chosen_keys(numbers: Any) -> Tensor:
@@ -276,7 +312,7 @@ def type_name(tensor: Tensor) -> str:
 def chosen_weights(numbers: Any, indices: Tensor) -> Tensor:
     """Return weights in the shape of some indices."""
     weights = as_tensor(numbers, "weights")
-    fits = weights.numel() == indices.numel() and weights.shape[-1] == indices.shape[-1]
+    fits = weights.numel() == indices.numel() and weights.shape[-1:] == indices.shape[-1:]
     if not weights.is_floating_point() or not fits:
         raise InputError(
             f"weights must be floating-point numbers, one for each index. Got {type_name(weights)} of "

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from semdiag.selections.arrays import read_arrays
+from semdiag.selections.check import check_file
+from semdiag.selections.files import chosen_weights, read_selection
 from semdiag_files import InputError, files
 
 NAMES = ("indices", "scores")
@@ -172,6 +174,8 @@ import sys
 from pathlib import Path
 import pyarrow as pa, pyarrow.parquet as pq
 from semdiag.selections.arrays import read_arrays
+from semdiag.selections.check import check_file
+from semdiag.selections.files import chosen_weights, read_selection
 from semdiag_files import InputError
 path = Path(sys.argv[1])
 pq.write_table(pa.table({"indices": [[1, 2], [2, 3]], "scores": [[0.5, 1.0, 2.0]] * 2}), path)
@@ -196,3 +200,44 @@ def test_no_damaged_footer_ends_the_process(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10  # harmless changes
+
+
+CHOSEN = np.array([[0, 1], [0, 2], [1, 2]])
+QUERIES = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"cu_seqlens": np.array(3)}, "bounds of the same sequences"),
+        ({"cu_seqlens": np.array([0, 3j])}, "whole numbers. Got complex128"),
+        ({"cu_seqlens": np.array([0.0, 3.0])}, "whole numbers. Got float64"),
+        ({"cu_seqlen_ks": np.zeros(3, int), "cu_seqlen_ke": np.full(4, 4)}, r"one shape. Got \(3,\) and \(4,\)"),
+        ({"cu_seqlen_ke": np.ones(3, bool)}, "whole numbers. Got bool"),
+        ({"q": QUERIES, "k": QUERIES, "scale": np.ones(2)}, r"one finite number. Got float64 of \(2,\)"),
+        ({"q": QUERIES, "k": QUERIES, "scale": np.array([])}, "one finite number"),
+        ({"q": QUERIES, "k": QUERIES, "scale": np.array(1j)}, "one finite number. Got complex128"),
+        ({"q": QUERIES, "k": QUERIES, "scale": np.array(np.nan)}, "one finite number"),
+        ({"q": QUERIES.astype(np.complex64), "k": QUERIES}, "q must be floating-point numbers. Got complex64"),
+        ({"q": QUERIES, "k": CHOSEN}, "k must be floating-point numbers. Got int64"),
+        ({"scores": QUERIES, "error": np.array(1j)}, "error must be floating-point numbers. Got complex128"),
+    ],
+)
+def test_arrays_of_another_kind_or_shape_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", indices=CHOSEN, **arrays)
+    with pytest.raises(InputError, match=message):
+        check_file(read_selection(tmp_path / "a.npz"), False, "float32", None)
+
+
+@pytest.mark.parametrize("kind", ["u2", "u4", "u8", "i4"])
+def test_bounds_of_every_whole_type_are_the_same(tmp_path, kind):
+    bounds = {"cu_seqlen_ks": np.zeros(3, kind), "cu_seqlen_ke": np.array([2, 3, 3], kind)}
+    np.savez(tmp_path / "a.npz", indices=CHOSEN, **bounds)
+    file = read_selection(tmp_path / "a.npz")
+    assert file.lengths.tolist() == [2, 3, 3]
+    assert check_file(file, False, "float32", None).faults == 0
+
+
+def test_a_single_weight_without_dimensions_is_refused():
+    with pytest.raises(InputError, match="one for each index"):
+        chosen_weights(torch.tensor(0.5), torch.tensor([[1]]))

@@ -88,6 +88,12 @@ def twice():
     return dump
 
 
+def in_layers(*numbers):
+    dump = hook_dump()
+    entry = dump["qk_cache"]["model.layers.0.self_attn.attn"]
+    return dump | {"qk_cache": {str(number): entry | {"layer_num": number} for number in numbers}}
+
+
 class Code:
     def __reduce__(self):
         return os.system, ("touch harm",)
@@ -102,10 +108,21 @@ class Code:
         (turned(), r"Got \(32, 5\)"),
         (hook_dump(qk_cache={}), "holds no layer"),
         (hook_dump(config={}), "num_attention_heads"),
-        (hook_dump(config=CONFIG | {"head_dim": 0}), "ZeroDivisionError"),
+        (hook_dump(config=CONFIG | {"head_dim": 0}), "head_dim must be at least 1"),
+        (hook_dump(config=CONFIG | {"num_attention_heads": 4.7}), "must be a whole number. Got 4.7"),
+        (hook_dump(config=CONFIG | {"num_attention_heads": torch.tensor(1j)}), "must be a whole number"),
+        (hook_dump(config=CONFIG | {"attention_multiplier": torch.ones(2)}), "must be a number. Got Tensor"),
+        (hook_dump(config=CONFIG | {"head_dim": 10**400}), "need tensors"),
+        (hook_dump(config=torch.ones(3)), "config is no table but Tensor"),
+        (hook_dump(qk_cache={"a": torch.ones(3)}), "a is no table but Tensor"),
+        (torch.ones(3), "where config should be, there is Tensor"),
+        (in_layers(0, 1, 10**18), "lacks layer 2 between 0 and 1000000000000000000"),
+        (in_layers(0, 1.5), "layer_num must be a whole number. Got 1.5"),
+        (in_layers(-3), "layer_num must be at least 0. Got -3"),
+        (in_layers(torch.ones(2)), "layer_num must be a whole number"),
         (hook_dump(config=CONFIG | {"attention_multiplier": math.nan}), "holds no layer"),
         ([1, 2], "no dump of vLLM-Hook"),
-        (hook_dump(config=CONFIG | {"head_dim": math.inf}), "OverflowError"),
+        (hook_dump(config=CONFIG | {"head_dim": math.inf}), "whole number. Got inf"),
         (
             with_rows(lambda rows: rows.masked_fill(rows > 1, math.nan)),
             "layers.0.self_attn.attn: .* NaN or infinite",
@@ -196,6 +213,25 @@ def test_layers_and_k_that_are_swapped_are_refused(tmp_path, layers, k, n):
     assert torch.equal(response(tmp_path / "a.json", experts, layers, k), experts)
     with pytest.raises(InputError, match="Are layers and k swapped"):
         response(tmp_path / "a.json", experts, k, layers)
+
+
+@pytest.mark.parametrize(("layers", "k"), [(24, 1), (12, 2), (8, 3), (4, 6), (3, 8), (2, 12), (1, 24)])
+def test_so_are_other_layers_and_k_of_the_same_product(tmp_path, layers, k):
+    experts = chosen_experts(40, 6, 4, 16)
+    with pytest.raises(InputError, match="Are layers and k swapped"):
+        response(tmp_path / "a.json", experts, layers, k)
+
+
+def test_a_response_without_tokens_has_none(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"routed_experts": ""}))
+    assert read_routed_experts(tmp_path / "a.json", 3, 2).shape == (0, 3, 2)
+
+
+@pytest.mark.parametrize(("layers", "k", "start"), [(3.0, 2, 0), (3, 2, -2), (0, 2, 0), (3, True, 0)])
+def test_layers_k_and_start_are_whole_numbers(tmp_path, layers, k, start):
+    (tmp_path / "a.json").write_text(json.dumps({"routed_experts": ""}))
+    with pytest.raises(InputError, match=r"must be (a whole number|at least)"):
+        read_routed_experts(tmp_path / "a.json", layers, k, start)
 
 
 def test_few_rows_without_repeats_are_no_proof_of_a_swap(tmp_path):
