@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 from torch.utils.hooks import RemovableHandle
 
-from semdiag.capturing import recording
+from semdiag.capturing import patches, recording
 from semdiag.capturing.adapters import torch_functions
 from semdiag.capturing.adapters.fused import forget_last
 from semdiag.capturing.adapters.hugging_face import attends_by_interface, intercepted_interface
@@ -128,24 +128,24 @@ def watch_attention(
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     hooks = _Hooks(recorder, here, lent, hooked)
-    with recording.undone() as stack:
+    with patches.undone() as stack:
         stack.enter_context(recorder.opened())
-        stack.enter_context(recording.undone(hooks.restore))
+        stack.enter_context(patches.undone(hooks.restore))
         # First, because in after() a watch with a mask undoes what the others look at.
         stack.enter_context(hooks.held(first=mask is None))
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
         if not hooked:
             stack.enter_context(torch_functions.MADE_OUTSIDE_MODES.held())
-            stack.enter_context(recording.followed(here.handed_on))
+            stack.enter_context(patches.followed(here.handed_on))
             stack.callback(_say_where, threading.current_thread())
-            stack.enter_context(recording.undone(here.stop))
+            stack.enter_context(patches.undone(here.stop))
             here.start()
             scripted = isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn.")
             # Inside a forward pass its arguments are known, and if it fails torch still goes through its hooks.
             if inside is None and not scripted:
                 arguments = Hooks(model, recorder.find_edges, lambda *arguments: None)
-                stack.enter_context(recording.undone(arguments.remove))
+                stack.enter_context(patches.undone(arguments.remove))
                 arguments.put_on()
         if inside is not None:
             hooks.before(model, inside)
@@ -166,7 +166,7 @@ class _Hooks:
     @contextmanager
     def held(self, first: bool) -> Iterator[None]:
         """Hook all modules; after the context, other threads remove the hooks when they finish."""
-        with recording.undone(lambda: take_off_hooks(None, self._started, *[self._ended] * (not self._lent))):
+        with patches.undone(lambda: take_off_hooks(None, self._started, *[self._ended] * (not self._lent))):
             of_all_modules.register_module_forward_pre_hook(self._started)  # type: ignore[arg-type]
             ended = of_all_modules.register_module_forward_hook(self._ended, always_call=True)
             if first:
@@ -207,7 +207,7 @@ class _Hooks:
         if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
             recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
             recorder.covered += 1
-            taken = recording.take_off(self._here.watch)  # under a mode it refuses them
+            taken = patches.take_off(self._here.watch)  # under a mode it refuses them
             recorder.without_watch.append((module, taken))
         return None
 
@@ -224,7 +224,7 @@ class _Hooks:
         if recorder.without_watch and recorder.without_watch[-1][0] is module:
             recorder.covered -= 1
             if recorder.without_watch.pop()[1]:
-                recording.put_on(self._here.watch)
+                patches.put_on(self._here.watch)
         if recorder.leave(module) and isinstance(module, AttentionCore):
             recorder.covered -= 1
             if isinstance(output, torch.Tensor) and not recorder.covered:  # None after an exception
@@ -248,14 +248,14 @@ class _Modes(threading.local):
         self._on = False
 
     def start(self) -> None:
-        for mode in recording.modes_here():
+        for mode in patches.modes_here():
             if isinstance(mode, FunctionWatch | OperationWatch) and mode.recorder.watched.closed:
                 mode.__exit__(None, None, None)  # its context was left elsewhere
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
         if not _masks(self.watch):
-            recording.put_below(self.below, _masks)
-            recording.put_below(self.watch, _masks)
+            patches.put_below(self.below, _masks)
+            patches.put_below(self.watch, _masks)
         self._on = True
 
     def stop(self) -> None:
@@ -278,7 +278,7 @@ class _Modes(threading.local):
         elif self._on:
             self.below.settle()
 
-    def handed_on(self) -> recording.Entered | None:
+    def handed_on(self) -> patches.Entered | None:
         """Return a context for threads that get work from the model's forward pass in this thread."""
         go_on = self._recorder.handed_on()
         if go_on is None:
@@ -318,7 +318,7 @@ def _masks(mode: object) -> bool:
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written: a compiled graph shows nothing."""
-    with recording.undone() as stack:
+    with patches.undone() as stack:
         if any(name in sys.modules for name in _COMPILERS):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
@@ -333,11 +333,11 @@ def _uncompiled() -> Iterator[None]:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 return original(*args, **kwargs)
 
-            stack.enter_context(recording.replaced(torch, "compile", eager_compile))
+            stack.enter_context(patches.replaced(torch, "compile", eager_compile))
         yield
 
 
-_UNCOMPILED = recording.SharedChange(_uncompiled)
+_UNCOMPILED = patches.SharedChange(_uncompiled)
 
 
 @dataclass(frozen=True, eq=False)

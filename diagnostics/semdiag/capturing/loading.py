@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from semdiag.capturing import paper_code, pretrained
 from semdiag.capturing.attention_call import EXTERNAL_SOURCES
 from semdiag.capturing.batches import as_whole_number, as_whole_numbers
-from semdiag.capturing.recording import replaced
+from semdiag.capturing.patches import replaced
 from semdiag.capturing.rules import TopK
 from semdiag_files import LARGEST_TEXT, InputError, read_bytes, read_json, require_memory, unknown_name
 from semdiag_models import Encoder, Text, TrainingConfig, draw_data, find_task, weights_sha256

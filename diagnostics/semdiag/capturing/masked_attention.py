@@ -25,7 +25,8 @@ from semdiag.capturing.call_strips import (
 )
 from semdiag.capturing.choices import heaviest
 from semdiag.capturing.kept_keys import Choice
-from semdiag.capturing.recording import Inputs, MaskedOutput, outside_all_modes, without_modes
+from semdiag.capturing.patches import without_modes
+from semdiag.capturing.recording import Inputs, MaskedOutput, outside_all_modes
 from semdiag.capturing.rules import TopP
 from semdiag.capturing.tiles import GroupedMask
 from semdiag.mathematics import kernels

@@ -15,7 +15,7 @@ from semdiag.capturing import attention_calls as hooks
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
 from semdiag.capturing.audit import Audit, Remark, failure
 from semdiag.capturing.batches import TokenMasks, readings, takes_masks, token_masks
-from semdiag.capturing.recording import undone
+from semdiag.capturing.patches import undone
 from semdiag_files import counted
 
 

@@ -20,7 +20,7 @@ from torch.nn.modules import module as of_all_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from semdiag.capturing import recording
+from semdiag.capturing import patches, recording
 from semdiag.capturing.adapters.fused import CachedKeys, cached_keys, watched_caches
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.provenance.operations import OperationWatch, plan_of, python_kernel
@@ -75,8 +75,8 @@ def _recorded_attribute(original: Callable[..., Any], cls: type, name: str) -> A
     return forward
 
 
-OWN_GRADIENTS = recording.SharedChange(
-    lambda: recording.replaced(FunctionMeta, "__getattribute__", _recorded_attribute)
+OWN_GRADIENTS = patches.SharedChange(
+    lambda: patches.replaced(FunctionMeta, "__getattribute__", _recorded_attribute)
 )
 
 
@@ -231,17 +231,17 @@ def _modes() -> bool:
     module = sys.modules[TorchDispatchMode.__module__]
 
     def state() -> list[object]:
-        return [*(x for _, x in sorted(vars(module).items()) if isinstance(x, bool)), recording.modes_here()]
+        return [*(x for _, x in sorted(vars(module).items()) if isinstance(x, bool)), patches.modes_here()]
 
     before = state()
     modes: tuple[_Kinds | _Names, ...] = (_Kinds(), _Kinds(), _Names(), _Names())
     for mode in modes:
         mode.__enter__()  # type: ignore[no-untyped-call]
-    left = [mode for mode in recording.modes_here() if mode not in modes[::2]]
+    left = [mode for mode in patches.modes_here() if mode not in modes[::2]]
     for mode in modes[::2]:
-        recording.take_off(mode)
+        patches.take_off(mode)
     torch.zeros(1, device="cpu").exp()
-    removed = recording.modes_here() == left
+    removed = patches.modes_here() == left
     for mode in modes[:0:-2]:
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     return removed and [bool(mode.seen) for mode in modes] == [False, True, False, True] and state() == before
@@ -291,17 +291,17 @@ def _threads() -> bool:
     followed = list[bool]()
 
     def work() -> None:
-        followed.append(recording.is_followed())
+        followed.append(patches.is_followed())
 
     with ThreadPoolExecutor(1) as pool:
-        with recording.followed(lambda: nullcontext):
+        with patches.followed(lambda: nullcontext):
             thread = threading.Thread(target=work)
             thread.start()
             thread.join()
             pool.submit(work).result()
         pool.submit(work).result()
         every = (threading.Thread(target=ThreadPool.__init__), *pool._threads)
-        return all(map(recording.is_of_pool, every)) and followed == [True, True, False]
+        return all(map(patches.is_of_pool, every)) and followed == [True, True, False]
 
 
 def _caches() -> bool:
@@ -385,7 +385,7 @@ def works(probe: Callable[[], bool]) -> bool:
     """Return the result of a probe, without anything that the caller has switched on."""
     cast = torch.autocast("cpu", enabled=False)
     try:
-        with recording.without_modes(), torch.inference_mode(False), torch.enable_grad(), cast:
+        with patches.without_modes(), torch.inference_mode(False), torch.enable_grad(), cast:
             return probe()
     except Exception:  # of the probe, or of what it is run without
         return False

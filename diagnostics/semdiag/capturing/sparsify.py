@@ -24,9 +24,10 @@ from semdiag.capturing.kept_keys import Choice, all_kept
 from semdiag.capturing.loading import imported_function, names_factory
 from semdiag.capturing.masked_attention import as_computed, attended, out_of_memory, why_dense
 from semdiag.capturing.padding import Padding
+from semdiag.capturing.patches import is_followed, undone
 from semdiag.capturing.private_parts import OWN_GRADIENTS, checkpointed, own_backward
 from semdiag.capturing.provenance.softmaxes import NO_VALUES
-from semdiag.capturing.recording import Inputs, MaskedOutput, is_followed, outside_all_modes, undone
+from semdiag.capturing.recording import Inputs, MaskedOutput, outside_all_modes
 from semdiag.capturing.rules import Keep, RandomK, SkipTiles, TopK, TopP, Window, check_keep, rule_for
 from semdiag_files import InputError
 

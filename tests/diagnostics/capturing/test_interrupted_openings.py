@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import semdiag
 from semdiag import Monitor, TopK, capture, sparsify
+from semdiag.capturing.patches import SharedChange, modes_here, replaced
 from semdiag.capturing.private_parts import _Kinds, _Names, works
-from semdiag.capturing.recording import SharedChange, modes_here, replaced
 
 HOME = str(Path(semdiag.__file__).parent)
 PLACE = []  # of the last interrupt

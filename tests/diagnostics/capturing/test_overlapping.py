@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 
 import semdiag
-from semdiag.capturing.recording import put_on, take_off
+from semdiag.capturing.patches import put_on, take_off
 
 ROUNDS = 10
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import semdiag
+from semdiag.capturing import patches as threads
 from semdiag.capturing import private_parts as private_parts
-from semdiag.capturing import recording as threads
 from semdiag.capturing.private_parts import PROBES, works
 from semdiag.capturing.provenance import operations as operation_plans
 from semdiag.capturing.sparsify import TopK, sparsify

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, call_from_tensors
+from semdiag.capturing.patches import SharedChange, replaced, undone
 from semdiag.capturing.provenance.score_history import full_rows, split_mask, split_scores
 from semdiag.capturing.provenance.tags import read_leading
-from semdiag.capturing.recording import SharedChange, replaced, undone
 
 
 class CachedKeys(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing import recording
+from semdiag.capturing import patches, recording
 from semdiag.capturing.adapters.fused import InterfaceCall, NotFollowedError, flash_call, mask_of, watched_caches
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.call_strips import allowed_mask, count_true
@@ -67,7 +67,7 @@ def intercepted_interface(recorder: recording.Recorder) -> Iterator[None]:
         if recorder in _RECORDERS:
             _RECORDERS.remove(recorder)
 
-    with recording.undone(forget):
+    with patches.undone(forget):
         _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
         with _PATCHED.held(), watched_caches():
             yield
@@ -84,7 +84,7 @@ def _looked_up(original: Any, interface: object, implementation: str, default: C
     return attend
 
 
-_PATCHED = recording.SharedChange(lambda: recording.replaced(_interface(), "get_interface", _looked_up))
+_PATCHED = patches.SharedChange(lambda: patches.replaced(_interface(), "get_interface", _looked_up))
 
 
 def _recorded(recorder: recording.Recorder, implementation: str, attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from semdiag.capturing import recording
+from semdiag.capturing import patches, recording
 from semdiag.capturing.adapters.fused import FLEX_MECHANISM, SDPA, flex_call, sdpa_call
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs, call_from_tensors
 from semdiag.capturing.call_strips import allowed_mask
@@ -87,7 +87,7 @@ class FunctionWatch(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         """Leave, and forget all tags."""
         self._provenance.close()
-        recording.take_off(self)
+        patches.take_off(self)
 
     def _scaled_dot_product_attention(self, func: recording.Once, args: Args, kwargs: Kwargs) -> Any:
         arguments = dict(zip(SDPA, args, strict=False)) | kwargs
@@ -113,7 +113,7 @@ class FunctionWatch(TorchFunctionMode):
 
     def _is_watched(self) -> bool:
         """Return whether another watch sees this thread's operations."""
-        modes = (mode for mode in recording.modes_here() if mode not in (self, self._below))
+        modes = (mode for mode in patches.modes_here() if mode not in (self, self._below))
         return any(isinstance(mode, FunctionWatch | OperationWatch) for mode in modes)
 
     def _multi_head_attention_forward(self, func: recording.Once, args: Args, kwargs: Kwargs) -> Any:
@@ -259,7 +259,7 @@ def _made_outside_modes() -> AbstractContextManager[None]:
     biases = sys.modules.get("torch.nn.attention.bias")  # None unless already imported, which takes a second
     if biases is None or "__new__" in vars(biases.CausalBias):  # then torch has a constructor of its own
         return nullcontext()
-    return recording.replaced(biases.CausalBias, "__new__", _made)
+    return patches.replaced(biases.CausalBias, "__new__", _made)
 
 
-MADE_OUTSIDE_MODES = recording.SharedChange(_made_outside_modes)
+MADE_OUTSIDE_MODES = patches.SharedChange(_made_outside_modes)

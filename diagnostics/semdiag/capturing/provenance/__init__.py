@@ -24,5 +24,6 @@ captured    ``done``             its call was recorded, its memory is freed    c
 
 Files: ``score_history`` (what masks and scales do to scores), ``positions`` (what the axes of products run over),
 ``tags`` (axes followed through views; the tags of tensors), ``softmaxes`` (from scores to the softmax, and merged
-blocks), ``products`` (what makes scores, what meets values, what passes tags on), ``operations`` (the dispatcher).
+blocks), ``products`` (what makes scores, what meets values), ``propagation`` (what passes tags on), ``operations``
+(the dispatcher).
 """

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from semdiag.capturing.adapters.fused import fused_call
 from semdiag.capturing.attention_call import Args, AttentionCall, Kwargs
-from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products, float_outputs, propagate
+from semdiag.capturing.patches import take_off
+from semdiag.capturing.provenance.products import OUTSIDE, PRODUCTS, Products
+from semdiag.capturing.provenance.propagation import float_outputs, propagate
 from semdiag.capturing.provenance.softmaxes import EXPONENTIALS, SOFTMAXES, SUMS, MergedBlocks, Softmaxes
 from semdiag.capturing.provenance.tags import Tags, tensors
-from semdiag.capturing.recording import NOTHING, Once, Recorder, in_backward, is_plain, outside_all_modes, take_off
+from semdiag.capturing.recording import NOTHING, Once, Recorder, in_backward, is_plain, outside_all_modes
 
 MAY_HIDE = "a higher-order operator whose body cannot be inspected: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd

@@ -21,7 +21,7 @@ from semdiag.capturing.batches import Batch, as_whole_number, as_whole_numbers, 
 from semdiag.capturing.call_strips import mark_largest
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
-from semdiag.capturing.recording import undone
+from semdiag.capturing.patches import undone
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.mathematics.score_strips import as_mask
 from semdiag.measuring.calls.collector import (

@@ -20,8 +20,8 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import as_whole_number, as_whole_numbers
 from semdiag.capturing.padding import Padding
+from semdiag.capturing.patches import undone
 from semdiag.capturing.private_parts import broken_parts, remarks_on_parts
-from semdiag.capturing.recording import undone
 from semdiag.measuring.calls import monitor_heads
 from semdiag.measuring.calls.counted_rows import Arrivals, Tensors
 from semdiag.measuring.calls.monitor_alarms import (

@@ -15,7 +15,7 @@ from torch.nn.modules import module as of_all_modules
 from torch.utils import _python_dispatch as dispatch
 
 from semdiag import Monitor, capture
-from semdiag.capturing import private_parts, recording
+from semdiag.capturing import patches, private_parts
 
 # What begins a guard, or is one: an exception raised as it is entered has no guard around it.
 GUARDS = {
@@ -90,9 +90,9 @@ def left_behind(model):
     for owner, name in tables:
         if name in left:
             getattr(owner, name).clear()
-    modes = recording.modes_here()
+    modes = patches.modes_here()
     for mode in modes:
-        recording.take_off(mode)
+        patches.take_off(mode)
     return left + modes
 
 
@@ -142,7 +142,7 @@ MISSING = [
     (torch._C, "_current_graph_task_id"), (torch._C, "_dispatch_has_kernel"), (torch._C, "_ForceDispatchKeyGuard"),
     (torch._C, "DisableTorchFunction"), (torch._C._functorch, "is_functorch_wrapped_tensor"),
     (dispatch, "_disable_current_modes"), (dispatch, "_get_current_dispatch_mode_stack"),
-    (recording, "_get_current_function_mode_stack"), (of_all_modules, "_global_forward_hooks_always_called"),
+    (patches, "_get_current_function_mode_stack"), (of_all_modules, "_global_forward_hooks_always_called"),
 ]  # fmt: skip
 
 
