@@ -99,3 +99,25 @@ def with_scales(numbers: Tensor, scales: Tensor) -> Tensor:
         raise InputError("scales must be finite and positive.")
     blocks = numbers.double().reshape(*scales.shape, -1)
     return (blocks * sizes[..., None]).flatten(-2)
+
+
+def operands(numbers: Tensor, name: str, format: str, scales: Tensor | None = None) -> Tensor:
+    """Return queries or keys (..., D) as an engine multiplies them, in float64.
+
+    Stored numbers are multiplied by their ``scales``; without these they are rounded to ``format`` if it has
+    scales. Whole numbers e as scales stand for the powers of two 2^(e - 127).
+
+    Raises:
+        InputError: if numbers are packed bytes, or scales do not fit.
+
+    Example:
+        >>> stored = torch.tensor([[2, -127]], dtype=torch.int8)
+        >>> operands(stored, "k", "int8-row", torch.tensor([[128]], dtype=torch.uint8)).tolist()
+        [[4.0, -254.0]]
+    """
+    if numbers.dtype == torch.uint8:
+        raise InputError(f"{name} are bytes: of numbers that are packed, give these themselves.")
+    if scales is not None:
+        sizes = scales if scales.is_floating_point() else torch.exp2(scales.double() - 127)
+        return with_scales(numbers, sizes)
+    return quantised(numbers.double(), format) if format in SCALED else numbers.double()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.batches import as_whole_number
+from semdiag.mathematics.block_formats import SCALED, operands
 from semdiag.mathematics.rounding import NumberFormat, last_places, number_format, score_error
 from semdiag.mathematics.selections import (
     CLASSES,
@@ -23,6 +24,7 @@ from semdiag.mathematics.selections import (
 from semdiag.measuring.words import counted
 from semdiag.selections.files import (
     SelectionFile,
+    as_tensor,
     check_k,
     chosen_keys,
     flat_rows,
@@ -93,6 +95,8 @@ def check_selection(
     q: Any = None,
     k: Any = None,
     scale: float = 1.0,
+    q_scales: Any = None,
+    k_scales: Any = None,
 ) -> CheckedSelection:
     """Check whether the chosen keys of each row are its top-k.
 
@@ -124,7 +128,9 @@ def check_selection(
             the query's, and the queries are the last tokens: query i of q is token n − q + i. If q < n and lengths
             are known it is token starts + lengths − q + i. Rows of padded queries are not checked.
         format: what the engine rounded its scores to before it chose: float64, float32, bfloat16, float16,
-            float8_e4m3fn, float8_e5m2; or short, fp64, fp32, bf16, fp16, fp8-e4m3, fp8-e5m2.
+            float8_e4m3fn, float8_e5m2; or short, fp64, fp32, bf16, fp16, fp8-e4m3, fp8-e5m2. Or, with q and k,
+            the format with scales to which the engine rounded these, its scores being float32: mxfp4, mxfp8,
+            fp8-row, fp8-block, fp8-block-power, int8-row.
         starts: like ``lengths``, the first valid key of each sequence: with padding on the left, how many tokens
             that is. The valid keys are starts ≤ j < starts + lengths. None: 0.
         documents: (n,) or (batch, n) whole numbers: the document of each token of a packed sequence, whose tokens
@@ -137,6 +143,9 @@ def check_selection(
             :func:`~semdiag.mathematics.rounding.score_error` of ``format``.
         k: keys (..., n, D), in the dimensions in front like those of q, or 1.
         scale: on the products of q and k.
+        q_scales: of stored queries, (..., rows, B), one for each of B equal blocks of D, which are not rounded
+            again; whole numbers e stand for 2^(e - 127).
+        k_scales: of stored keys, (..., n, B).
 
     Returns:
         Counts by class; and a table with a row for each checked row: its place in each dimension (``dim_0``, …),
@@ -157,10 +166,10 @@ def check_selection(
         >>> found.rows[["class", "worst_chosen", "kth", "gap"]].values.tolist()
         [['legal_tie', 2.0, 2.0, 0.0], ['wrong', 1.0, 2.0, 1.0]]
     """
-    kind = number_format(format)
+    kind = _format_of_scores(format)
     chosen = chosen_keys(indices)
-    if q is not None or k is not None:
-        scores, error = _recomputed(scores, error, q, k, scale, kind)
+    if _multiplies(format, q, k, q_scales, k_scales):
+        scores, error = _recomputed((scores, error), (q, q_scales), (k, k_scales), float(scale), format)
     given_scores = None if scores is None else float_scores(scores, chosen)
     errors = None if error is None else _errors(error, given_scores)
     shape = tuple(chosen.shape[:-1])
@@ -181,7 +190,8 @@ def check_selection(
     counts = rows["class"].value_counts()
     return CheckedSelection(
         counts={name: int(counts[name]) for name in CLASSES}, rows=rows, k=chosen.shape[-1], keys=key_number,
-        format=kind.name, not_checked=allowed.counts.numel() - len(rows), not_judged=int(counts[NOT_JUDGED]),
+        format=_name_of(format),
+        not_checked=allowed.counts.numel() - len(rows), not_judged=int(counts[NOT_JUDGED]),
         stale=_stale(flat, flat_keys, allowed, kind, rows, shape),
     )  # fmt: skip
 
@@ -189,7 +199,7 @@ def check_selection(
 def check_file(file: SelectionFile, causal: bool, format: str, keys: int | None) -> CheckedSelection:
     """Check a selection of a file; faults that an ignored array may explain are refused."""
     rules: dict[str, Any] = {"starts": file.starts, "documents": file.documents, "keys": keys, "error": file.error}
-    rules |= {"q": file.q, "k": file.k}
+    rules |= {"q": file.q, "k": file.k, "q_scales": file.q_scales, "k_scales": file.k_scales}
     try:
         if file.scale is not None:
             rules["scale"] = one_number(file.scale, "scale")
@@ -229,22 +239,49 @@ def _stale(
     return number
 
 
+def _format_of_scores(format: str) -> NumberFormat:
+    return number_format("float32" if format in SCALED else format)
+
+
+def _name_of(format: str) -> str:
+    return format if format in SCALED else number_format(format).name
+
+
+def _multiplies(format: str, *arrays: Any) -> bool:
+    """Return whether scores are to be computed from queries and keys."""
+    return format in SCALED or any(array is not None for array in arrays)
+
+
+def _operands(name: str, numbers: Any, scales: Any, format: str) -> Tensor:
+    """Return queries or keys as the engine multiplied them; stored numbers with scales may be whole."""
+    if scales is None:
+        return operands(real_numbers(numbers, name), name, format)
+    stored = as_tensor(numbers, name)
+    sizes = as_tensor(scales, f"{name}_scales")
+    if any(array.is_complex() or array.dtype == torch.bool for array in (stored, sizes)):
+        raise InputError(f"{name} and {name}_scales must be real numbers.")
+    return operands(stored, name, format, sizes)
+
+
 def _recomputed(
-    scores: Any, error: Any, q: Any, k: Any, scale: float, kind: NumberFormat
+    scores_and_error: tuple[Any, Any], q: tuple[Any, Any], k: tuple[Any, Any], scale: float, format: str
 ) -> tuple[Tensor, Tensor]:
-    if scores is not None or error is not None or q is None or k is None:
-        raise InputError("Give scores (with their error, if they were recomputed), or else both q and k.")
-    queries = real_numbers(q, "q")
-    keys = real_numbers(k, "k")
+    """Return scores from queries and keys, each with their scales, and the error of these scores."""
+    if any(array is not None for array in scores_and_error) or q[0] is None or k[0] is None:
+        named = f" {format} is a format of q and k." if format in SCALED else ""
+        raise InputError(f"Give scores (with their error, if they were recomputed), or else both q and k.{named}")
+    kind = _format_of_scores(format)
+    queries = _operands("q", *q, format)
+    keys = _operands("k", *k, format)
     if queries.ndim < 2 or keys.ndim < 2 or queries.shape[-1] != keys.shape[-1]:
         shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
         raise InputError(f"q must have the shape (..., rows, D) and k (..., n, D), of the same D. Got {shapes}.")
     try:
-        scores_of_products = float(scale) * (queries @ keys.mT)
+        scores_of_products = scale * (queries @ keys.mT)
     except RuntimeError:
         shapes = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
         raise InputError(f"The first dimensions of q and k must be the same, or 1. Got {shapes}.") from None
-    error = score_error(queries, keys, float(scale), kind).expand_as(scores_of_products)
+    error = score_error(queries, keys, scale, kind).expand_as(scores_of_products)
     if not bool(error.isfinite().all()):
         raise InputError(
             f"The error of scores in {kind.name} is not known for these q and k. It is for formats up to float32, "

@@ -29,6 +29,8 @@ _NAMES = {
     "q": ("q",),
     "k": ("k",),
     "scale": ("scale",),
+    "q_scales": ("q_scales", "q_scale"),
+    "k_scales": ("k_scales", "k_scale"),
     "first": ("cu_seqlen_ks",),  # the first key of each row, and the end of its keys
     "end": ("cu_seqlen_ke",),
     **{name: (name,) for name in ARRAYS},  # of an indexer, from which its choice can be computed
@@ -55,6 +57,8 @@ class SelectionFile:
     q: Tensor | None = None  # queries and keys, in place of scores
     k: Tensor | None = None
     scale: Tensor | None = None  # on their products
+    q_scales: Tensor | None = None  # of the blocks of each query, and key
+    k_scales: Tensor | None = None
     ignored: tuple[str, ...] = ()  # names of other arrays
     module: str = ""  # that chose; empty: the file names none
     stages: dict[str, Tensor] = field(default_factory=dict)  # what an indexer computed before it chose

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from semdiag import InputError, check_selection
+from semdiag.mathematics.block_formats import quantised
 from semdiag.mathematics.rounding import FORMATS
 
 CLASSES = (
@@ -423,6 +424,49 @@ def test_a_kernel_judged_by_its_queries_and_keys_is_within_their_error(name):
     assert check_selection(None, far, q=q, k=keys, scale=1 / 8, format=name).counts["wrong"] == 400
     plain = q.double() @ keys.double().mT / 8
     assert check_selection(plain, kernel.topk(32).indices, error=1e9).faults == 0
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8-row", "fp8-block", "int8-row"])
+def test_an_engine_that_rounds_queries_and_keys_to_a_format_with_scales_is_right_in_that_format(name):
+    generator = torch.Generator().manual_seed(5)
+    q, keys = torch.randn(100, 64, generator=generator), torch.randn(80, 64, generator=generator)
+    chosen = (quantised(q, name) @ quantised(keys, name).mT).topk(8).indices
+    found = check_selection(None, chosen, q=q, k=keys, format=name)
+    assert (found.faults, found.format) == (0, name)
+    assert check_selection(None, chosen, q=q, k=keys).counts["wrong"] > 5
+    assert check_selection(None, (q @ keys.mT).topk(8).indices, q=q, k=keys, format=name).counts["wrong"] > 5
+
+
+def test_stored_numbers_are_multiplied_by_their_scales():
+    generator = torch.Generator().manual_seed(6)
+    q = torch.randn(50, 8, generator=generator)
+    keys = torch.randint(-127, 128, (40, 8), generator=generator, dtype=torch.int8)
+    exponents = torch.randint(120, 130, (40, 2), generator=generator, dtype=torch.uint8)
+    powers = torch.tensor([[2.0 ** (e - 127) for e in row] for row in exponents.tolist()])
+    scaled = torch.cat([keys[:, :4] * powers[:, :1], keys[:, 4:] * powers[:, 1:]], 1)
+    chosen = (q @ scaled.mT).topk(4).indices
+    for scales in (exponents, powers):
+        assert check_selection(None, chosen, q=q, k=keys, k_scales=scales).faults == 0
+    assert check_selection(None, chosen, q=q, k=keys.float()).counts["wrong"] > 20
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"format": "mxfp4"}, "both q and k"),
+        ({"k_scales": torch.ones(3, 1)}, "both q and k"),
+        (
+            {"q": torch.ones(1, 4), "k": torch.ones(3, 4), "k_scales": torch.ones(2, 1)},
+            "scales must have the shape",
+        ),
+        ({"q": torch.ones(1, 4), "k": torch.ones(3, 4), "k_scales": torch.zeros(3, 1)}, "finite and positive"),
+        ({"q": torch.ones(1, 4), "k": torch.ones(3, 4).byte(), "k_scales": torch.ones(3, 1)}, "k are bytes"),
+    ],
+)
+def test_scales_and_formats_that_do_not_fit_are_refused(more, said):
+    with pytest.raises(InputError, match=said) as refused:
+        check_selection(None, GOOD[1], **more)
+    assert "\n" not in str(refused.value)
 
 
 def test_error_is_that_of_each_score():

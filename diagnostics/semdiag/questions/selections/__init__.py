@@ -33,7 +33,8 @@ def _ask(
     format: Annotated[str, _asked(
         "The precision in which the engine computed its scores: float32, bfloat16, float16, float8_e4m3fn, "
         "float8_e5m2, float64. It says what rounding explains; of a model, what is certified (then bfloat16 by "
-        "default).", metavar="NAME",
+        "default). Of files with q and k also that of these, with scales: mxfp4, mxfp8, fp8-row, fp8-block, "
+        "fp8-block-power, int8-row.", metavar="NAME",
     )] = "float32",
     causal: Annotated[bool, _asked(
         "Keys after the query may not be chosen; the queries are the last tokens.", "--causal",
@@ -47,7 +48,7 @@ def _ask(
         "batch,sequence,layers,heads.", metavar="NAME,NAME[:NAME,NAME]", show_default=False, rare=True,
     )] = "",
     save: Annotated[Path | None, options.output_option(
-        "Of a model: write what it chooses to this file, module by module. Two such files can be compared.",
+        "Of a model: write what it chooses to this file. Two such files can be compared.",
         metavar="FILE.npz", show_default=False,
     )] = None,
     rows: Annotated[Path | None, options.output_option(
