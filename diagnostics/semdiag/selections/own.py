@@ -36,6 +36,7 @@ from semdiag.selections.capture import (
 )
 from semdiag.selections.files import require_suffix, write_output
 from semdiag.selections.localise import Indexer
+from semdiag.selections.reused import ReusedChoices
 from semdiag.selections.stages import StageRecorder, recorded_indexer, stage_arrays
 from semdiag_files import InputError
 
@@ -78,6 +79,13 @@ class Saving:
         full_name = f"{name}#{number}" if number else name
         self._parts.setdefault(full_name, []).append(part)
         self._indexers.setdefault(full_name, []).append(indexer)
+
+    def reuse(self, layer: str, donor: str) -> None:
+        """Write what an indexer chose as the choice of another layer, too, under the name of its own indexer."""
+        if donor in self._parts:
+            name = f"{layer}.indexer"
+            self._parts[name] = self._parts[donor]
+            self._indexers[name] = [None] * len(self._parts[donor])
 
     def write(self) -> None:
         """Write MODULE.indices (T, k) and MODULE.scores (T, n); where known, tokens and an indexer's stages."""
@@ -201,6 +209,12 @@ class OwnSelections:
         self.chose: Counter[str] = Counter()  # in how many calls a module did
         self._failure: Exception | None = None  # ours, not the model's
         self._stages = StageRecorder()
+        self._reused = ReusedChoices()
+
+    @property
+    def donors(self) -> dict[str, str]:
+        """The module whose choice a layer uses, by layer, where it has no indexer of its own; empty: unknown."""
+        return self._reused.donors
 
     def run(self, model: nn.Module, batch: Batch) -> None:
         """Take what a model selects on a batch; exceptions of semdiag's own code are raised as they are."""
@@ -211,7 +225,7 @@ class OwnSelections:
         self._other_tokens = before is not None and self._ids is not None and not torch.equal(before, self._ids)
         self.calls += 1
         try:
-            with self._watched_stages(model), watch_selections(model, self._consume):
+            with self._watched_stages(model), self._reused.watch(model), watch_selections(model, self._consume):
                 batching.call(model, batch)
         except InputError:
             raise
@@ -266,6 +280,8 @@ class OwnSelections:
 
     def finish(self) -> None:
         """Leave out selections outside the model's parts: one for a loss, say, decides nothing in a layer."""
+        for layer, donor in self.donors.items() if self._saving is not None else ():
+            self._saving.reuse(layer, donor)
         inside = [entry for entry in self._found.values() if entry.module]
         for entry in self._found.values() if inside else ():
             if not entry.module:

@@ -11,6 +11,7 @@ from semdiag.mathematics.rounding import FORMATS
 from semdiag.selections.dense import kept_of_dense
 from semdiag.selections.files import read_selections
 from semdiag.selections.own import Saving, own_selections
+from semdiag.selections.reused import ReusedChoices
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +131,46 @@ def test_what_an_indexer_chooses_is_judged_by_its_own_causality(name, texts, tmp
         stages = by_module[one.module].stages
         assert (stages["index_form"].tolist() if stages else None) == form
         assert 0 < int((part.margin < torch.inf).sum()) < len(part.margin), "some rows have no more than k"
+    chosen = {module: one.indices for module, one in by_module.items() if "indexer" in module}
+    assert found.donors == {layer: donor for layer, donor in DONORS.items() if name.startswith("glm_moe_dsa")}
+    for layer, donor in found.donors.items():
+        assert torch.equal(chosen[f"{layer}.indexer"], chosen[donor])
+    assert len(chosen) == len(layers) + len(found.donors)
+
+
+DONORS = {"layers.1.self_attn": "layers.0.self_attn.indexer"}  # the layer of GLM-MoE-DSA that has no indexer
+
+
+class Indexer(torch.nn.Module):
+    """An indexer that chooses two of the tokens."""
+
+    def forward(self, x):
+        return (x @ x.mT).topk(2, -1)[1]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, indexer):
+        super().__init__()
+        self.indexer = indexer
+
+    def forward(self, x, prev_topk_indices=None):
+        return prev_topk_indices if self.indexer is None else self.indexer(x)
+
+
+def test_a_layer_that_gets_another_choice_than_before_has_no_donor():
+    first, second, user = Layer(Indexer()), Layer(Indexer()), Layer(None)
+    model = torch.nn.ModuleList([first, second, user])
+    x = torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(0))
+    reused = ReusedChoices()
+    with reused.watch(model):
+        choice = first(x)
+        second(-2 * x[:, :, :2])
+        user(x, prev_topk_indices=choice.clone())
+    assert reused.donors == {"2": "0.indexer"}
+    with reused.watch(model):
+        user(x, prev_topk_indices=choice)  # of the pass before
+    assert reused.donors == {"2": ""}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 AHEAD = {  # how an indexer of blocks is made to see one block more

@@ -118,7 +118,7 @@ def own_sentences(answer: Summary) -> list[str]:
         sentences.append(
             "Where a softmax or sigmoid made the scores, margin and certificate are those of its logits."
         )
-    sentences += _unmeasured_sentences(answer)
+    sentences += _unmeasured_sentences(answer) + _reused_sentences(answer["donors"])
     for row in rows:
         sentences += _fault_sentences(row) + _stale_sentences(row)
     return sentences
@@ -141,6 +141,16 @@ def _unmeasured_sentences(answer: Summary) -> list[str]:
     unmeasured = [f"{entry['module'] or 'the model'} {tuple(entry['shape'])}" for entry in answer["others"]]
     if unmeasured:
         sentences.append(f"Not measured, as their rows are not tokens: {_named(unmeasured)}.")
+    return sentences
+
+
+def _reused_sentences(donors: dict[str, str]) -> list[str]:
+    """Return which layers use the choice of an earlier one."""
+    uses = [f"{layer} that of {donor}" for layer, donor in donors.items() if donor]
+    unknown = [layer for layer, donor in donors.items() if not donor]
+    sentences = [f"Layers without an indexer use an earlier choice: {_named(uses)}."] if uses else []
+    if unknown:
+        sentences.append(f"Which choice they use, without an indexer, is unknown or changes: {_named(unknown)}.")
     return sentences
 
 
@@ -357,7 +367,7 @@ def own_summary(
     ]
     entry = {
         "model": model, "format": format, "selections": rows, "rows": sum(row["rows"] for row in rows),
-        "faults": faults, "passed": not faults, "others": unmeasured,
+        "faults": faults, "passed": not faults, "others": unmeasured, "donors": measured.donors,
         "dense": None if dense is None else _dense_entry(dense),
     }  # fmt: skip
     return _summary([entry], provenance)
