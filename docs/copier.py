@@ -1,4 +1,4 @@
-"""A model that finds whatever it was told, and its tokenizer: the example of docs/commands/retrieval.md.
+"""A model that finds whatever it was told, and its tokenizer: an example of pages in docs/commands.
 
 It attends to the keys that stand behind the same three tokens as the query's, and predicts their token.
 """
@@ -6,6 +6,7 @@ It attends to the keys that stand behind the same three tokens as the query's, a
 import shutil
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 import torch
 import torch.nn.functional as F
@@ -34,11 +35,12 @@ class Copier(nn.Module):
 
     def __init__(self, words: int, sharp: float = 30.0) -> None:
         super().__init__()
-        self.words, self.sharp = words, nn.Parameter(torch.tensor(sharp))
+        self.one_hot = nn.Embedding.from_pretrained(torch.eye(words))
+        self.sharp = nn.Parameter(torch.tensor(sharp))
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Return the logits of the next token."""
-        one = F.one_hot(input_ids, self.words).float()
+        one = self.one_hot(input_ids)
         first, second, third = (F.pad(one, (0, 0, n, 0))[:, : one.shape[1]] for n in (1, 2, 3))
         q, k = torch.cat([one, first, second], -1), torch.cat([first, second, third], -1)
         q, k, v = (x[:, None] for x in (q * self.sharp, k, one))
@@ -50,7 +52,14 @@ def build() -> nn.Module:
     return Copier(len(tokenizer()))
 
 
+def texts(number: int = 24, length: int = 64) -> Tensor:
+    """Return texts of random words, whose second half is the first one again: (number, 2 * length)."""
+    draws = torch.Generator().manual_seed(0)
+    return torch.randint(1, len(tokenizer()), (number, length), generator=draws).repeat(1, 2)
+
+
 if __name__ in ("__main__", "<run_path>"):
+    np.save("told.npy", texts().numpy())
     tokenizer().save_pretrained("words")
     if not Path("copier.py").exists():
         shutil.copy(__file__, "copier.py")

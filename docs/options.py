@@ -20,7 +20,7 @@ ELSEWHERE = {  # what other pages tell at length
     "--kinds": "[Kinds of sparse attention](k-sweep.md#kinds-of-sparse-attention) to run.",
     "--budget": "Write [a k for each layer and head](k-sweep.md#budgets) to this JSON file.",
     "--rerun": "Run the model with [real masks](k-sweep.md).",
-    "--save": "Write [what the model chooses](selections.md#a-models-own-selections) to this file.",
+    "--format": "[Number format](selections.md#the-classes) of the engine's scores, or of q and k with scales.",
     "--lengths": "Also run [pieces of these lengths](k-sweep.md#longer-texts).",
     "--precision": "[Number formats](quantities.md#in-a-number-format) that masks are compared with.",
     "--queries": "Measure only this many [random queries](../performance.md#drawn-queries) per sample and head.",
@@ -33,7 +33,7 @@ def page() -> str:
     group: Any = typer.main.get_command(app)
     items = {name: _items(command) for name, command in group.commands.items()}
     having = Counter(item for of_command in items.values() for item in of_command)
-    shared = [item for item, number in having.items() if number > len(items) / 2]
+    shared = [item for item, number in having.items() if number >= len(items) / 2]
     parts = ["# Every option", INTRODUCTION, "## Shared options", "\n".join(shared)]
     described: dict[str, str] = {}  # by item, the command that has it first
     for name, having_it in items.items():

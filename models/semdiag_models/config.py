@@ -281,7 +281,7 @@ class TrainingConfig(Record):
     least_length: int | None = None  # smallest length of a sample; None means that every sample has the length
     exact: bool = _steps(
         False, "Evaluate the training samples after every epoch, as --until does. Default: after the last one; "
-        "others have the mean loss and accuracy of their steps, with dropout and changing weights.",
+        "others have the means of their steps, with dropout and changing weights.",
     )  # fmt: skip
 
     @property

@@ -77,15 +77,15 @@ Config = Annotated[
 Head = Annotated[
     str,
     command_option(
-        "Of Hugging Face models: auto loads the class that the configuration names, with its head, so that "
-        "losses and predictions are the model's own. none loads the body alone.",
+        "Of Hugging Face models: auto loads the configured class, with its head, so that losses and predictions "
+        "are the model's own; none loads the body.",
         metavar="auto|none",
         rare=True,
     ),
 ]
 NOISE = command_option(
     "Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
-    "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
+    "root mean square, like 0.01 or 0.001,0.01,0.1.",
     "--noise",
     metavar="LEVEL,LEVEL",
 )
@@ -122,7 +122,7 @@ class Shared:
     )  # fmt: skip
     k: str = option_field(
         "", "For full-attention models: also show what the quantity would be if each query kept its k largest "
-        "scores. One k or several, like 5 or 4,8,16.", "--k", metavar="K,K",
+        "scores, like 5 or 4,8,16.", "--k", metavar="K,K",
     )  # fmt: skip
     every: bool = option_field(
         False, "Show every row: all heads of large models, every k of a k-sweep.", "--all", panel=OUTPUT,
@@ -161,8 +161,7 @@ class Shared:
         "numbers are the same on every processor; else, and on mps, float32.", rare=True,
     )  # fmt: skip
     seed: int = option_field(
-        0, "Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
-        "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape).", rare=True,
+        0, "Seed of everything drawn at random: samples, noise, keys, queries, directions.", rare=True,
     )  # fmt: skip
     min_keys: int = option_field(
         1, "Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them.",

@@ -26,6 +26,7 @@ _PLACES: tuple[str | Question, ...] = (
     "mask_precision",
     "k_sweep",
     "retrieval",
+    "indexer",
     "overlap",
     "look",
     "compare",

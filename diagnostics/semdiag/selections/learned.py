@@ -1,15 +1,12 @@
-"""What would an indexer cost? Small ones are fitted to a frozen model's attention, and tried on other texts."""
+"""What would an indexer cost? Small ones are fitted to a frozen model's attention."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
@@ -17,21 +14,23 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.call_strips import allowed_mask
-from semdiag.capturing.rules import ByIndexer, Keep, RandomK, Rule, TopK, Window
-from semdiag.capturing.sparsify import sparsify
-from semdiag.measuring.outputs import IGNORED, Reader
 from semdiag.selections.arrays import array_names, read_arrays
-from semdiag.selections.dense import kept_in_rows, row_weights
+from semdiag.selections.dense import row_weights
 from semdiag.selections.files import require_suffix, write_output
 from semdiag_files import InputError
 from semdiag_models.selection import Indexer
 
-NO_MASK = "none"
-_SINKS = 4  # first keys that a window keeps
 _APART = "|"  # between the names of a module and of a tensor in a file
 _MOMENTS = "exp_avg", "exp_avg_sq"  # of Adam, beside its step
 _TEXTS = "fit|texts"
 _OPTIONS = "fit|options"
+_MODEL = "fit|model"
+_HELD_OUT = "fit|held_out"
+_KINDS = [(torch.float64, 1), (torch.int64, 1), (torch.uint8, 1), (torch.float64, 1)]  # of these, in a file
+_ROWS = 256  # queries whose weights are made at a time
+_SHARPNESS = [
+    2.0 ** (half / 2) for half in range(-20, 9)
+]  # factors of the first scores, of which the best is taken
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,15 @@ class FitOptions:
     """How indexers are fitted; one a layer, whose score is Σ_h w_h · ReLU(q_h · k / √width)."""
 
     width: int = 64  # of its queries and keys
-    heads: int = 4  # of its queries; the keys have one
-    passes: int = 8  # steps of Adam a text and layer
+    heads: int = 16  # of its queries, at most as many as the layer's; the keys have one
+    passes: int = 16  # steps of Adam a text and layer
     rows: int = 256  # queries of each step, drawn
-    rate: float = 0.003  # of Adam
-    seed: int = 0  # of the first weights and of the drawn queries
+    rate: float = 0.0003  # of Adam
+    seed: int = 0  # of the drawn queries
 
     def __post_init__(self) -> None:
-        if min(self.width, self.heads, self.passes, self.rows) < 1 or not self.rate > 0:
-            raise InputError(f"Width, heads, passes, rows and rate of an indexer are above 0. Got {self}.")
+        if min(self.width, self.heads, self.passes, self.rows) < 1 or not self.rate > 0 or self.seed < 0:
+            raise InputError(f"Width, heads, passes, rows and rate are above 0, the seed not below. Got {self}.")
 
 
 @dataclass
@@ -55,16 +54,19 @@ class IndexerFit:
     """Fits an indexer to each layer of a model's attention, text by text.
 
     The target of query t is its attention, summed over heads and divided by its sum; the loss is
-    KL(target ‖ softmax of the indexer's scores over the allowed keys). The model is frozen.
+    KL(target ‖ softmax of the indexer's scores over the allowed keys). The model is frozen. Indexers begin with
+    :func:`low_rank_start` of the first text.
 
     Source: the warm-up of DeepSeek-V3.2's indexer. Deviation: it reads the layer's queries and keys (with their
-    rotation) instead of hidden states.
+    rotation) instead of hidden states, and begins at their products instead of at random.
 
     Attributes:
         options: how it fits.
         indexers: by module; of a module that attends several times, by ``module#1``, ``module#2`` … besides.
-        texts: number of batches so far.
+        digests: of the batches so far.
         losses: mean loss of the last batch by module, nats.
+        model: whose attention it is, in words that are kept in the file.
+        held_out: mean losses on other texts, noted by the caller as the fit goes on.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -77,60 +79,70 @@ class IndexerFit:
 
     options: FitOptions = field(default_factory=FitOptions)
     indexers: dict[str, Indexer] = field(default_factory=dict)
-    texts: int = 0
+    digests: list[int] = field(default_factory=list)
     losses: dict[str, float] = field(default_factory=dict)
+    model: str = ""
+    held_out: list[float] = field(default_factory=list)
     _optimisers: dict[str, torch.optim.Adam] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> int:
+        """Number of batches so far."""
+        return len(self.digests)
 
     def add(self, model: nn.Module, batch: Batch) -> None:
         """Run the model on a batch, and move every layer's indexer towards its attention.
 
         Raises:
-            InputError: if the model has no attention with known queries and keys.
+            InputError: if the model has no attention with known queries and keys, or its scores are not finite.
         """
-        for number, call in enumerate(_calls_of(model, batch)):
-            indexer = self._indexer(call, number)
+        for number, call in enumerate(calls_of(model, batch)):
             draws = np.random.SeedSequence([self.options.seed, self.texts, number]).generate_state(1)
             with torch.enable_grad():
-                self.losses[name_of_call(call)] = self._step(indexer, call, int(draws[0]))
-        self.texts += 1
+                self.losses[name_of_call(call)] = self._step(call, int(draws[0]))
+        self.digests.append(digest_of(batch))
 
-    def _indexer(self, call: AttentionCall, number: int) -> Indexer:
-        place = name_of_call(call)
-        if place not in self.indexers:
-            _, heads, _, head_width = call.q.shape
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(self.options.seed * 10_007 + number)
-                shape = heads, head_width
-                indexer = Indexer(shape, call.k.shape[1], self.options.width, self.options.heads)
-            self._take(place, indexer)
-        return self.indexers[place]
+    def _first_indexer(self, lesson: "_Lesson", draws: torch.Generator) -> Indexer:
+        _, heads, _, head_width = lesson.q.shape
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(draws.get_state())
+            index_heads = min(heads, self.options.heads)
+            indexer = Indexer((heads, head_width), lesson.k.shape[1], self.options.width, index_heads)
+        low_rank_start(indexer, lesson.q[0], lesson.k[0])
+        _sharpen(indexer, lesson)
+        return indexer
 
     def _take(self, place: str, indexer: Indexer) -> None:
         self.indexers[place] = indexer
         self._optimisers[place] = torch.optim.Adam(indexer.parameters(), self.options.rate)
 
-    def _step(self, indexer: Indexer, call: AttentionCall, seed: int) -> float:
+    def _step(self, call: AttentionCall, seed: int) -> float:
         draws = torch.Generator().manual_seed(seed)
-        optimiser = self._optimisers[name_of_call(call)]
-        losses = []
+        losses: list[float] = []
         for sample in range(len(call.q)):
-            part = call.part(slice(sample, sample + 1))
-            allowed = allowed_mask(part)[0].any(0).cpu()
-            counted = (part.counted[0, 0].cpu() & allowed.any(1)).nonzero().squeeze(1)
-            if not len(counted):
-                continue
-            target = row_weights(part, counted, allowed).sum(0)
-            target = (target / target.sum(-1, keepdim=True)).float()
-            for _ in range(self.options.passes):
-                places = torch.randperm(len(counted), generator=draws)[: self.options.rows]
-                rows = counted[places]
-                scores = indexer(part.q[:, :, rows].cpu().float(), part.k.cpu().float(), None)[0]
-                loss = divergence(target[places], scores, allowed[rows])
-                optimiser.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
-                losses.append(float(loss.detach()))
+            lesson = _lesson_of(call.part(slice(sample, sample + 1)), self.options, draws)
+            if lesson is not None:
+                losses += self._learn(name_of_call(call), lesson, draws)
         return sum(losses) / max(1, len(losses))
+
+    def _learn(self, place: str, lesson: "_Lesson", draws: torch.Generator) -> list[float]:
+        """Make the steps of one sample."""
+        if not bool(lesson.target.isfinite().all()):
+            raise InputError(f"{place or 'The model'}: its attention scores are not finite.")
+        if place not in self.indexers:
+            self._take(place, self._first_indexer(lesson, draws))
+        indexer = self.indexers[place]
+        optimiser = self._optimisers[place]
+        losses = []
+        for _ in range(self.options.passes):
+            some = torch.randperm(len(lesson.target), generator=draws)[: self.options.rows]
+            scores = indexer(lesson.q[:, :, some], lesson.k, None)[0]
+            loss = divergence(lesson.target[some], scores, lesson.allowed[some])
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            losses.append(float(loss.detach()))
+        return losses
 
     def save(self, path: Path) -> None:
         """Write indexers, and where the fit stands, to a .safetensors file.
@@ -141,7 +153,12 @@ class IndexerFit:
         from safetensors.torch import save
 
         require_suffix(path, "Indexers", ".safetensors")
-        tensors = {_TEXTS: torch.tensor([self.texts]), _OPTIONS: _numbers(self.options)}
+        tensors = {
+            _TEXTS: torch.tensor(self.digests, dtype=torch.int64),
+            _OPTIONS: _numbers(self.options),
+            _MODEL: torch.tensor(list(self.model.encode()), dtype=torch.uint8),
+            _HELD_OUT: torch.tensor(self.held_out, dtype=torch.float64),
+        }
         for module, indexer in self.indexers.items():
             for name, parameter in indexer.named_parameters():
                 place = f"{module}{_APART}{name}"
@@ -163,16 +180,23 @@ class IndexerFit:
         Raises:
             InputError: if the file holds no such indexers, or others than ``options`` say.
         """
-        arrays = read_arrays(path, array_names(path))
-        numbers = [arrays.get(name, torch.empty(0)).flatten().double() for name in (_OPTIONS, _TEXTS)]
-        sizes = [len(each) for each in numbers]
-        if sizes != [len(astuple(FitOptions())), 1] or not bool(torch.cat(numbers).isfinite().all()):
-            raise InputError(f"{path} holds no fitted indexers. IndexerFit.save writes them.")
-        width, heads, passes, rows, rate, seed = numbers[0].tolist()
+        names = array_names(path)
+        arrays = read_arrays(path, names) if _OPTIONS in names else {}
+        facts = {name: arrays.get(name, torch.empty(0, 0)) for name in (_OPTIONS, _TEXTS, _MODEL, _HELD_OUT)}
+        numbers = facts[_OPTIONS].double()
+        kinds = [(tensor.dtype, tensor.ndim) for tensor in facts.values()]
+        if kinds != _KINDS or len(numbers) != len(astuple(FitOptions())) or not bool(numbers.isfinite().all()):
+            raise InputError(f"{path} holds no fitted indexers. IndexerFit.save and semdiag indexer write them.")
+        width, heads, passes, rows, rate, seed = numbers.tolist()
         stored = FitOptions(int(width), int(heads), int(passes), int(rows), rate, int(seed))
         if options is not None and options != stored:
-            raise InputError(f"{path} was fitted with {stored}. Got {options}: take another file, or the same.")
-        fit = cls(stored, texts=int(numbers[1]))
+            pairs = {name: (value, getattr(options, name)) for name, value in asdict(stored).items()}
+            changed = [f"{name} = {old}, not {new}" for name, (old, new) in pairs.items() if old != new]
+            raise InputError(
+                f"{path} was fitted with {', '.join(changed)}: take another file, or the same options."
+            )
+        fit = cls(stored, digests=facts[_TEXTS].tolist(), held_out=facts[_HELD_OUT].tolist())
+        fit.model = bytes(facts[_MODEL].tolist()).decode(errors="replace")
         for module in dict.fromkeys(name.partition(_APART)[0] for name in arrays if not name.startswith("fit|")):
             fit._restore(path, module, arrays)
         return fit
@@ -227,7 +251,104 @@ def divergence(target: Tensor, scores: Tensor, allowed: Tensor) -> Tensor:
     return (target.xlogy(target) - target * logarithms).sum(-1).mean()
 
 
-def _calls_of(model: nn.Module, batch: Batch) -> list[AttentionCall]:
+@dataclass(frozen=True, eq=False)
+class _Lesson:
+    """What is learnt from one sample of a layer: R queries, drawn, and the weights of their L keys."""
+
+    q: Tensor  # (1, H, R, D)
+    k: Tensor  # (1, Hk, L, D)
+    target: Tensor  # (R, L)
+    allowed: Tensor  # (R, L) bool
+
+
+def _lesson_of(part: AttentionCall, options: FitOptions, draws: torch.Generator) -> _Lesson | None:
+    """Return what is learnt from a sample; None if no query counts."""
+    allowed = allowed_mask(part)[0].any(0).cpu()
+    counted = (part.counted[0, 0].cpu() & allowed.any(1)).nonzero().squeeze(1)
+    if not len(counted):
+        return None
+    order = torch.randperm(len(counted), generator=draws)
+    rows = counted[order[: options.rows * options.passes]]
+    target = torch.cat([attention_target(row_weights(part, some, allowed)) for some in torch.split(rows, _ROWS)])
+    return _Lesson(part.q[:, :, rows.to(part.q.device)].cpu().float(), part.k.cpu().float(), target, allowed[rows])
+
+
+def attention_target(weights: Tensor) -> Tensor:
+    """Return the attention of some queries, summed over heads and divided by its sum: (H, R, L) -> (R, L)."""
+    total = weights.sum(0)
+    return (total / total.sum(-1, keepdim=True)).float()
+
+
+@torch.no_grad()
+def low_rank_start(indexer: Indexer, q: Tensor, k: Tensor) -> None:
+    """Let an indexer's products be those of the layer's queries and keys, as well as its width allows.
+
+    Formula: for a key head with mean key k̄, C = E[(k - k̄)(k - k̄)ᵀ] and N = Σ E[q qᵀ] over its query heads, and
+    u₁, u₂ … the eigenvectors of C^½ N C^½ by their eigenvalues, Σ_{i≤r} (q · C^½ u_i)(u_i · C^{-½} (k - k̄)) is the
+    product of rank r that is nearest to q · (k - k̄) in the mean square over all pairs; no softmax sees q · k̄. The
+    width is shared out among key heads by the largest eigenvalues; the heads of a layer are dealt out to those of
+    the indexer, which add them up.
+
+    Source: not in the paper. Deviation: none.
+
+    Args:
+        indexer: whose weights are replaced.
+        q: (H, Lq, D).
+        k: (Hk, Lk, D).
+    """
+    heads, _, head_width = q.shape
+    key_heads = len(k)
+    group = heads // key_heads
+    groups = torch.split(q, group)
+    factors = [_factors(queries.flatten(0, 1), keys) for queries, keys in zip(groups, k, strict=True)]
+    values = torch.cat([of_head[0] for of_head in factors])
+    places = values.argsort(descending=True)[: indexer.width].tolist()
+    for parameter in (indexer.query.weight, indexer.query.bias, indexer.key.bias, indexer.weight.weight):
+        parameter.zero_()
+    indexer.key.weight[: len(places)] = 0.0  # any further ones stay random, unread at first
+    indexer.weight.bias.fill_(1.0)
+    key_weight = indexer.key.weight.view(indexer.width, key_heads, head_width)
+    query_weight = indexer.query.weight.view(-1, indexer.width, heads, head_width)
+    index_heads = len(query_weight)
+    for rank, place in enumerate(places):
+        key_head, column = divmod(place, head_width)
+        _, of_query, of_key = factors[key_head]
+        key_weight[rank, key_head] = of_key[:, column]
+        for head in range(key_head * group, (key_head + 1) * group):
+            query_weight[head % index_heads, rank, head] = of_query[:, column]
+    indexer.key.bias.sub_(indexer.key.weight @ k.mean(1).flatten())
+
+
+def _factors(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the eigenvalues of C^½ N C^½ (D,), and the columns C^½ u and C^{-½} u, (D, D) each."""
+    keys = k.double() - k.double().mean(0)
+    queries = q.double()
+    values, vectors = torch.linalg.eigh(keys.mT @ keys / len(keys))
+    roots = values.clamp(min=1e-9 * float(values.max()) + 1e-30).sqrt()
+    root = vectors * roots @ vectors.mT
+    inverse = vectors / roots @ vectors.mT
+    strengths, directions = torch.linalg.eigh(root @ (queries.mT @ queries / len(queries)) @ root)
+    return strengths, (root @ directions).float(), (inverse @ directions).float()
+
+
+@torch.no_grad()
+def _sharpen(indexer: Indexer, lesson: _Lesson) -> None:
+    """Multiply an indexer's scores by the factor with the smallest divergence."""
+    scores = indexer(lesson.q, lesson.k, None)[0]
+    losses = [float(divergence(lesson.target, factor * scores, lesson.allowed)) for factor in _SHARPNESS]
+    indexer.weight.bias.mul_(_SHARPNESS[int(np.argmin(losses))])
+
+
+def digest_of(batch: Batch) -> int:
+    """Return a number that tells a batch from others, of 63 bits."""
+    digest = hashlib.sha256()
+    for tensor in batching.tensors_of(batch):
+        digest.update(repr(tuple(tensor.shape)).encode())
+        digest.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+
+def calls_of(model: nn.Module, batch: Batch) -> list[AttentionCall]:
     """Run a model without gradients, and return its calls of attention whose queries and keys are known."""
     calls: list[AttentionCall] = []
     with torch.no_grad(), watch_attention(model, calls.append):
@@ -241,135 +362,3 @@ def _calls_of(model: nn.Module, batch: Batch) -> list[AttentionCall]:
 def name_of_call(call: AttentionCall) -> str:
     """Return the name under which an indexer of a call stands."""
     return f"{call.module}#{call.occurrence}" if call.occurrence else call.module
-
-
-@dataclass(frozen=True, eq=False)
-class IndexerPrice:
-    """What indexers keep on texts, and what they cost.
-
-    Attributes:
-        heads: by module and head, means over queries with more than k allowed keys, as in
-            :func:`~semdiag.selections.dense.kept_of_dense`: kept, oracle, window, top1, recall.
-        masks: by mask: sum of the loss (nats) and number of targets.
-        width: of the indexers.
-    """
-
-    heads: pd.DataFrame
-    masks: pd.DataFrame
-    width: int
-
-    @property
-    def share(self) -> float:
-        """Weight that the indexers keep, relative to each head's own top-k."""
-        return float(self.heads["kept"].mean() / self.heads["oracle"].mean())
-
-    def perplexity(self, mask: str) -> float:
-        """Return the relative change of the perplexity by a mask."""
-        losses = self.masks["loss"] / self.masks["targets"]
-        return math.expm1(losses[mask] - losses[NO_MASK])
-
-    def __str__(self) -> str:
-        """Return the answer in one line."""
-        costs = f"costs {self.perplexity('indexer'):.1%} perplexity where exact top-k of each head costs"
-        head = self.perplexity("topk")
-        layer = self.perplexity("topk-layer")
-        keeps = f"An indexer of {self.width} dimensions keeps {self.share:.0%} of what each head's top-k keeps"
-        return f"{keeps} and {costs} {head:.1%}, of each layer {layer:.1%}."
-
-
-def price_of_indexers(
-    model: nn.Module,
-    indexers: Mapping[str, Indexer],
-    batches: Sequence[Batch],
-    k: int,
-    seed: int = 0,
-    after_batch: Callable[[], None] = lambda: None,
-) -> IndexerPrice:
-    """Run a frozen model with its indexers' choices, on texts that they were not fitted to.
-
-    The masks beside it: exact top-k of each head, and of each layer; the newest keys and four first ones; random.
-
-    Args:
-        model: in evaluation mode.
-        indexers: by module, as :class:`IndexerFit` has them.
-        batches: inputs of the model; targets are their next tokens, or their labels.
-        k: number of keys that each query keeps.
-        seed: random seed for the random keys.
-        after_batch: called after each batch.
-
-    Raises:
-        InputError: if a module has no indexer, no query has more than k keys, or there are no targets.
-    """
-    choices: dict[int | str | tuple[str, int], Rule] = {}
-    masks: dict[str, Keep] = {
-        "indexer": choices,
-        "topk": TopK(k),
-        "topk-layer": TopK(k, shared="layer"),
-        "window": Window(k, min(_SINKS, k - 1)),
-        "random": RandomK(k, seed),
-    }
-    rows: list[pd.DataFrame] = []
-    losses: list[tuple[str, float, int]] = []
-    reader: Reader | None = None
-
-    def run(batch: Batch) -> Any:
-        return batching.call(model, batch)
-
-    for batch in batches:
-        for call in _calls_of(model, batch):
-            place = name_of_call(call)
-            if place not in indexers:
-                raise InputError(f"{place} has no indexer; fitted were {', '.join(indexers)}.")
-            choices[call.module, call.occurrence] = ByIndexer(k, _scorer(indexers[place]))
-            rows += _kept(call, indexers[place], k)
-        with torch.no_grad():
-            reader = reader or Reader(model, batch, None, run)
-            losses.append((NO_MASK, *_loss(reader, run(batch), batch)))
-            for name, keep in masks.items():
-                with sparsify(model, keep):
-                    output = run(batch)
-                losses.append((name, *_loss(reader, output, batch)))
-        after_batch()
-    if not rows:
-        raise InputError(f"No query has more than k = {k} keys to choose from: take longer texts, or a smaller k.")
-    heads = pd.concat(rows, ignore_index=True).groupby(["module", "head"], sort=False).mean().reset_index()
-    sums = pd.DataFrame(losses, columns=["mask", "loss", "targets"]).groupby("mask", sort=False).sum()
-    return IndexerPrice(heads, sums, next(iter(indexers.values())).width)
-
-
-def _scorer(indexer: Indexer) -> Callable[[Tensor, Tensor], Tensor]:
-    @torch.no_grad()
-    def score(q: Tensor, k: Tensor) -> Tensor:
-        scores: Tensor = indexer(q, k, None)
-        return scores
-
-    return score
-
-
-@torch.no_grad()
-def _kept(call: AttentionCall, indexer: Indexer, k: int) -> list[pd.DataFrame]:
-    """Return what an indexer's choice keeps of the weights of a call, a table for each sample."""
-    tables = []
-    for sample in range(len(call.q)):
-        part = call.part(slice(sample, sample + 1))
-        allowed = allowed_mask(part)[0].any(0).cpu()
-        rows = (part.counted[0, 0].cpu() & (allowed.sum(1) > k)).nonzero().squeeze(1)
-        if not len(rows):
-            continue
-        scores = indexer(part.q[:, :, rows].cpu().float(), part.k.cpu().float(), None)[0]
-        order = scores.masked_fill(~allowed[rows], -torch.inf).sort(descending=True, stable=True).indices
-        choice = torch.zeros_like(allowed[rows]).scatter_(1, order[:, :k], True)
-        weights = row_weights(part, rows, allowed)
-        tables.append(kept_in_rows(weights, choice, allowed[rows], k).assign(module=name_of_call(call)))
-    return tables
-
-
-def _loss(reader: Reader, output: Any, batch: Batch) -> tuple[float, int]:
-    """Return the sum of the cross-entropy over the targets of a batch, nats, and their number."""
-    answers = reader.read(output, batch, None)
-    if answers.targets is None:
-        raise InputError("The price of an indexer is a loss: take a language model, or inputs with labels.")
-    values = answers.values.flatten(0, 1).float()
-    targets = answers.targets.flatten()
-    loss = F.cross_entropy(values, targets, ignore_index=IGNORED, reduction="sum")
-    return float(loss), int((targets != IGNORED).sum())

@@ -280,8 +280,9 @@ class OwnSelections:
 
     def finish(self) -> None:
         """Leave out selections outside the model's parts: one for a loss, say, decides nothing in a layer."""
-        for layer, donor in self.donors.items() if self._saving is not None else ():
-            self._saving.reuse(layer, donor)
+        if self._saving is not None:
+            for layer, donor in self.donors.items():
+                self._saving.reuse(layer, donor)
         inside = [entry for entry in self._found.values() if entry.module]
         for entry in self._found.values() if inside else ():
             if not entry.module:

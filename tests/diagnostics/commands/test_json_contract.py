@@ -44,7 +44,7 @@ def test_the_promise_stands_in_the_documentation_and_every_command_with_json_is_
     documented = Path(__file__).parents[3] / "docs" / "README.md"
     assert PROMISE in " ".join(documented.read_text(encoding="utf-8").split())
     with_json = {c.name for c in app.registered_commands if "as_json" in inspect.signature(c.callback).parameters}
-    assert with_json == {*WORDS, "compare", "info", "retrieval", "selections", "sweep"}, (
+    assert with_json == {*WORDS, "compare", "indexer", "info", "retrieval", "selections", "sweep"}, (
         "a new command with --json needs a line in WORDS"
     )
 

@@ -40,7 +40,7 @@ def test_without_ray_the_pip_command_is_told(here, refusal, tiny_runs, monkeypat
 def test_commands_that_measure_one_model_after_the_other_have_both():
     commands = {name: question for name, question in QUESTIONS.items() if question.help}
     without = {name for name, each in commands.items() if {"jobs", "ray"} <= set(each.leave_out)}
-    assert without == {"compare", "convergence", "look", "retrieval", "selections"}
+    assert without == {"compare", "convergence", "indexer", "look", "retrieval", "selections"}
 
 
 @pytest.mark.parametrize(

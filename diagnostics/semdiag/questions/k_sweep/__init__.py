@@ -27,8 +27,8 @@ class KSweepPlan(Plan):
     takes_drawn_queries: ClassVar[bool] = True
 
     max_k: int | None = option_field(
-        None, "Measure every k up to this one. Default: up to 48, or one less than the length of shorter inputs; "
-        "of external models every k up to 8, then every fourth, and those that are run.", rare=True,
+        None, "Measure every k up to this one. Default: up to 48, or one less than shorter inputs have; of "
+        "external models up to 8, then every fourth, and those that are run.", rare=True,
     )  # fmt: skip
     rerun: bool | None = option_field(  # None: of external models, and where another field asks for it
         False, "Run the model with real masks, and show how its loss, its output distribution and its predictions "

@@ -17,8 +17,8 @@ def _ask(
         autocompletion=options.models,
     )],
     text: Annotated[str | None, options.command_option(
-        "Look at this text. Or name a file with --inputs: its first sample is taken. Default: the first sample "
-        "that the run held out.", metavar="WORDS", show_default=False,
+        "Look at this text, else at the first sample of --inputs or of those that the run held out.",
+        metavar="WORDS", show_default=False,
     )] = None,
     k: Annotated[int, options.command_option(
         "In heads that attend to every key, show the k largest scores of each query as kept. The page can change "
