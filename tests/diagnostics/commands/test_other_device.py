@@ -54,6 +54,33 @@ def test_a_command_says_the_same_on_another_device(run_semdiag, here, tiny_runs,
     assert list(differences(*found)) == []
 
 
+def test_an_indexer_is_fitted_and_tried_on_another_device(run_semdiag, here, other_device):
+    (here / "mine.py").write_text(
+        "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
+        "class Small(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.tokens, self.qkv, self.head = nn.Embedding(11, 8), nn.Linear(8, 24), nn.Linear(8, 11)\n\n"
+        "    def forward(self, ids):\n"
+        "        q, k, v = (t.view(*ids.shape, 2, 4).transpose(1, 2)\n"
+        "                   for t in self.qkv(self.tokens(ids)).chunk(3, -1))\n"
+        "        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
+        "        return self.head(mixed.transpose(1, 2).flatten(2))\n\n\n"
+        "def build():\n    torch.manual_seed(0)\n"
+        "    ids = torch.randint(11, (8, 12), generator=torch.Generator().manual_seed(0))\n"
+        "    return Small().eval(), list(ids[:, None])\n",
+        encoding="utf-8",
+    )
+    words = ("indexer", "mine:build", "--k", 3, "--width", 4, "--json")
+    results = []
+    for device in ("cpu", other_device):
+        outcome = run_semdiag(*words, "--device", device)
+        assert outcome.code == 0, outcome.err
+        results.append(json.loads(outcome.out)["results"][0])
+    assert results[0]["divergence"] == pytest.approx(results[1]["divergence"], rel=1e-3)
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-4)
+
+
 def test_a_report_is_written_on_another_device(run_semdiag, here, tiny_runs, other_device):
     outcome = run_semdiag("report", tiny_runs.full, tiny_runs.topk, *REPORT, "--device", other_device)
     assert outcome.code == 0, outcome.err

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from semdiag import check_selection
+from semdiag.mathematics.block_formats import quantised
 
 SCORES = np.array([[3.0, 1.0, 2.0, 0.0], [3.0, 1.0, 2.0, 2.0]], np.float32)
 RIGHT, WRONG = np.array([[0, 2], [0, 3]]), np.array([[0, 2], [0, 1]])
@@ -43,6 +44,20 @@ def test_it_prints_the_counts_and_the_worst_row(run_semdiag, write):
     assert "wrong a key left out is larger 1 1 -1 -4194304" in words
     assert "Worst: row 1, wrong: worst chosen score 1, k-th score 2, gap 1" in words
     assert "1 of 2 rows is faulty." in words
+
+
+def test_a_choice_is_judged_by_q_and_k_in_a_format_with_scales(run_semdiag, refusal, write):
+    draws = np.random.default_rng(0)
+    q, k = draws.standard_normal((30, 32), np.float32), draws.standard_normal((20, 32), np.float32)
+    rounded = [quantised(torch.from_numpy(each), "mxfp4") for each in (q, k)]
+    file = write("a.npz", q=q, k=k, indices=(rounded[0] @ rounded[1].mT).topk(4).indices.numpy())
+    right = run_semdiag("selections", file, "--format", "mxfp4")
+    assert (right.code, "q and k in mxfp4" in right.out, "last place of float32" in right.out) == (0, True, True)
+    assert run_semdiag("selections", file, "--quiet").code == 1
+    assert "one file" in refusal("selections", file, file, "--format", "mxfp4")
+    assert "both q and k" in refusal(
+        "selections", write("b.npz", scores=SCORES, indices=RIGHT), "--format", "mxfp4"
+    )
 
 
 def test_json_keeps_the_promise_and_says_what_python_says(run_semdiag, write):

@@ -61,6 +61,8 @@ def _ask(
     from semdiag_files import InputError
 
     of_model = _is_model(file, request)
+    if of_model or against is not None:
+        _refuse_scales(format)
     listing = None if rows is None else Listing(rows)
     if of_model:
         _own(file, format if "format" in request.typed else _CERTIFIED, request, save, listing)
@@ -71,6 +73,15 @@ def _ask(
     if layout:
         raise InputError("--layout applies to two files: name what another engine chose.")
     _check(file, format, causal, keys, request, listing)
+
+
+def _refuse_scales(format: str) -> None:
+    """Refuse a format of queries and keys where these are not read."""
+    from semdiag.mathematics.block_formats import SCALED
+    from semdiag_files import InputError
+
+    if format in SCALED:
+        raise InputError(f"--format {format} is of q and k with scales: it applies to one file that holds them.")
 
 
 def _is_model(file: Path, request: Request) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from semdiag.mathematics.block_formats import SCALED
 from semdiag.mathematics.selections import CLASSES, FAULTS, GRAVITY, NOT_JUDGED
 from semdiag.measuring.findings.findings import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
@@ -284,7 +285,8 @@ def _one_checked(result: Summary) -> list[str | NumberTable]:
         if counts[name]
     ]
     name = f"{result['file']}{_of_module(result)}"
-    size = f"{counted(result['rows'], 'row')}{keys}, k = {result['k']:,}, scores of {result['format']}"
+    of_format = f"q and k in {result['format']}" if result["format"] in SCALED else f"scores of {result['format']}"
+    size = f"{counted(result['rows'], 'row')}{keys}, k = {result['k']:,}, {of_format}"
     return [f"\n{name}: {size}", NumberTable(_CLASSES, classes), _worst(result)]
 
 
@@ -341,7 +343,8 @@ def _worst(result: Summary) -> str:
     if worst["worst_chosen"] is None or worst["kth"] is None:
         return f"{begin}."
     scores = f"worst chosen score {number(worst['worst_chosen'], 6)}, k-th score {number(worst['kth'], 6)}"
-    gap = f"gap {number(worst['gap'])}, {number(worst['gap_ulps'])} units of the last place of {result['format']}"
+    unit = "float32" if result["format"] in SCALED else result["format"]  # of scores
+    gap = f"gap {number(worst['gap'])}, {number(worst['gap_ulps'])} units of the last place of {unit}"
     return f"{begin}: {scores}, {gap}."
 
 
