@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pandas as pd
 
@@ -17,6 +17,7 @@ from semdiag.presenting.answer import (
     Outcome,
     Shown,
     numbered_claims,
+    sentences_of,
     title,
     with_facts,
 )
@@ -39,6 +40,7 @@ from semdiag.questions.k_sweep.changes import (
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, SWEEP_ESTIMATES
 from semdiag.questions.k_sweep.rerun import NO_MASK
 from semdiag.questions.k_sweep.wording import (
+    cheaper_random_claims,
     grounds,
     kinds_lines,
     mask_name,
@@ -70,6 +72,7 @@ def _headline(findings: Findings) -> list[Claim]:
     return [
         claim,
         *numbered_claims("kinds", kinds_lines(findings, models[0]), models[0]),
+        *cheaper_random_claims(findings, models[0]),
         *numbered_claims("kind-not-run", refused_kinds(findings, models[0]), models[0]),
     ]
 
@@ -83,6 +86,9 @@ def _details(findings: Findings) -> list[Claim]:
         if lines:
             verdict = findings(sparse_verdict, model).answer
             details.append(Claim("grounds", f"{label}: {' '.join(lines)}", model, verdict=verdict))
+        if len(labels) > 1:
+            for claim in cheaper_random_claims(findings, model):
+                details.append(replace(claim, sentence=f"{label}: {claim.sentence}"))
     return details
 
 
@@ -166,6 +172,7 @@ def _shown(findings: Findings, model: str, result: Summary, several: bool) -> It
     if several:
         yield findings(sparse_verdict, model).sentence
         yield from kinds_lines(findings, model)
+        yield from sentences_of(cheaper_random_claims(findings, model))
     if result["rerun"]:
         yield _rerun_table(result["rerun"])
         yield from _unknown(result["rerun"])

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import cast
 
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings, records
+from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.table import ALL, rows_of_model
 from semdiag.presenting.answer import Outcome
 from semdiag.questions.k_sweep.budgets import RANDOM, TOP_K
@@ -22,7 +24,7 @@ from semdiag.questions.k_sweep.changes import (
     within,
 )
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE
-from semdiag.questions.k_sweep.rerun import LEAST_SAMPLES
+from semdiag.questions.k_sweep.rerun import LEAST_SAMPLES, RERUN_TABLE, UNITS
 
 ENOUGH_WEIGHT = 0.95  # of the attention weight, where nothing else is known
 MOST_KEYS = 0.5  # share of all keys above which a mask is hardly sparse
@@ -103,6 +105,81 @@ def _costly(largest: Row, last_sparse: Row, stays: Row | None, limit: float, mea
     if stays is not None:
         return Judgement(answer, last_sparse, Reason.NEEDS_MORE_KEYS, stays)
     return Judgement(answer, largest if costs(largest, limit) else last_sparse, Reason.COSTLY)
+
+
+@dataclass(frozen=True)
+class CheaperRandom:
+    """The k at which as many random keys cost less of the loss than the largest, and the answers at these k."""
+
+    ks: tuple[int, ...]
+    largest_excess: float  # over these k, of the loss with the largest keys over that with random ones, nats
+    accuracy: float  # the largest over these k, with the largest keys
+    random_accuracy: float  # the same with random keys
+    error_loss: float = math.nan  # mean loss of a wrong answer, nats; NaN where samples have several targets
+    random_error_loss: float = math.nan
+    by_errors: float = math.nan  # share of the excess that is due to what a wrong answer costs
+
+    @property
+    def overconfident(self) -> bool:
+        """Return whether most of the excess is due to what a wrong answer costs, not to how many are wrong."""
+        return self.by_errors > 0.5
+
+
+def cheaper_random(findings: Findings, model: str) -> CheaperRandom | None:
+    """Return where random keys cost less of the loss than the largest, by more than the limit and its interval.
+
+    With e the share of wrong answers and L the mean loss of one, the mean loss is e L + (1 - e) R. Of the excess
+    over random keys, mean(e, e') (L - L') is due to L: Shapley's share.
+    """
+    again = rows_of_model(findings.measurements[RERUN_TABLE], model)
+    if unit_of(findings, model).measure != "loss" or again["chunk"].any():
+        return None
+    by_mask = {
+        cast("tuple[str, int]", place): rows.set_index(UNITS) for place, rows in again.groupby(["mask", "k"])
+    }
+    shared_ks = sorted(k for mask, k in by_mask if mask == TOP_K and (RANDOM, k) in by_mask)
+    limit = tolerance_of(findings, "loss")
+    excesses: dict[int, float] = {}
+    for k in shared_ks:
+        top = by_mask[TOP_K, k]
+        excess = top["loss"] - by_mask[RANDOM, k]["loss"].loc[top.index]
+        interval = sum_ratio_interval(excess.to_numpy("float64"), top["targets"].to_numpy("float64"))
+        if interval.low > limit:
+            excesses[k] = interval.estimate
+    if not excesses:
+        return None
+    top = pd.concat([by_mask[TOP_K, k] for k in excesses])
+    control = pd.concat([by_mask[RANDOM, k] for k in excesses])
+    return CheaperRandom(
+        tuple(excesses),
+        max(excesses.values()),
+        max(_accuracy(by_mask[TOP_K, k]) for k in excesses),
+        max(_accuracy(by_mask[RANDOM, k]) for k in excesses),
+        **_due_to_errors(top, control),
+    )
+
+
+def _accuracy(rows: pd.DataFrame) -> float:
+    return float(rows["correct"].sum() / rows["targets"].sum())
+
+
+def _error_loss(rows: pd.DataFrame) -> float:
+    return float(rows.loc[rows["correct"] == 0, "loss"].mean())
+
+
+def _due_to_errors(top: pd.DataFrame, control: pd.DataFrame) -> dict[str, float]:
+    """Return what wrong answers cost, and their share of the excess; nothing for samples of several targets."""
+    if (top["targets"] > 1).any():
+        return {}
+    error_loss = _error_loss(top)
+    random_error_loss = _error_loss(control)
+    errors = 1 - (_accuracy(top) + _accuracy(control)) / 2
+    excess = float(top["loss"].sum() / top["targets"].sum() - control["loss"].sum() / control["targets"].sum())
+    return {
+        "error_loss": error_loss,
+        "random_error_loss": random_error_loss,
+        "by_errors": errors * (error_loss - random_error_loss) / excess,
+    }
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from semdiag.capturing.attention_call import DENSE, HEAVY_HITTERS
 from semdiag.measuring.findings.estimates import sampled_models
 from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.table import rows_of_model
-from semdiag.measuring.words import counted, limit_of_share, percent, span_words
-from semdiag.presenting.answer import Glance, Outcome
+from semdiag.measuring.words import counted, limit_of_share, number, percent, span_words
+from semdiag.presenting.answer import Claim, Glance, Outcome
 from semdiag.questions.bounds.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.changes import (
@@ -39,6 +39,7 @@ from semdiag.questions.k_sweep.judging import (
     Judgement,
     Reason,
     WeightOfK,
+    cheaper_random,
     judgement_of,
     samples_needed,
     smallest_k_by_weight,
@@ -232,6 +233,23 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
     rows = sorted(records(again), key=lambda row: math.inf if math.isnan(row["change"]) else row["change"])
     each = ", ".join(f"{row['mask']} {unit.amount(row['change'], True)}" for row in rows)
     return [f"Change of {unit.what} with {counted(verdict.k, 'key')} of each kind: {each}."]
+
+
+def cheaper_random_claims(findings: Findings, model: str) -> list[Claim]:
+    """Return the claim that random keys cost less than the largest, and why; none where they do not."""
+    control = findings(cheaper_random, model)
+    if control is None:
+        return []
+    words = f"Random keys cost less than the largest at k = {', '.join(map(str, control.ks))}"
+    if control.overconfident:
+        random_accuracy = percent(control.random_accuracy, ".0f")
+        accuracy = percent(control.accuracy, ".0f")
+        words += (
+            f", though at most {random_accuracy} of the answers are right (top-k: {accuracy}): a wrong one costs "
+            f"{number(control.random_error_loss)} nats instead of {number(control.error_loss)}. With too few of "
+            "its keys the model errs and is sure; with random ones it is unsure"
+        )
+    return [Claim("cheaper-random", f"{words}.", model, control.largest_excess, "nats")]
 
 
 def grounds(findings: Findings, model: str) -> Iterator[str]:
