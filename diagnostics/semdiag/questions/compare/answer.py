@@ -174,6 +174,15 @@ def _ends(row: Summary) -> tuple[float, float]:
 _three_digits = "{:.3g}".format
 
 
+def _what_moved(weights_share: float) -> str:
+    """Return which part of a change is at least twice the other, in squares."""
+    if weights_share <= 1 / 3:
+        return "mostly the values moved, not the weights"
+    if weights_share >= 2 / 3:
+        return "mostly the weights moved, not the values"
+    return "weights and values moved"
+
+
 def _attention_output(model: str, pooled: Summary) -> list[Claim]:
     """Return how much attention's outputs change, by the weights and by the values."""
     if pooled["output_change"] is None:
@@ -182,8 +191,8 @@ def _attention_output(model: str, pooled: Summary) -> list[Claim]:
     if pooled["weights_share"] is not None:
         share = percent(pooled["weights_share"], ".0f", strict=True)
         words += (
-            f": the other weights alone change them by {number(pooled['by_weights'])}, the other values by "
-            f"{number(pooled['by_values'])} ({share} of both squares is the weights')"
+            f": {_what_moved(pooled['weights_share'])} ({share} of both squares; the weights alone change them by "
+            f"{number(pooled['by_weights'])}, the values by {number(pooled['by_values'])})"
         )
     return [Claim("attention-output", f"{words}.", model, pooled["output_change"], "share of the norm")]
 

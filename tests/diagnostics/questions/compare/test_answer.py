@@ -115,8 +115,8 @@ def test_the_sentences_and_the_summary_say_the_numbers(found):
         "16% of the attention weight moves from A to B, most in layer 0, head 1.",
         "Total variation of the weights: 0.163 in the mean of 240 queries (no interval), 0.5 at "
         "most; in layer 0, head 1: 0.3.",
-        "Attention's outputs change by 0.7 of their norm: the other weights alone change them by 0.3, the other "
-        "values by 0.4 (36% of both squares is the weights').",
+        "Attention's outputs change by 0.7 of their norm: weights and values moved (36% of both squares; the "
+        "weights alone change them by 0.3, the values by 0.4).",
         "KL(A || B) of the model's outputs: 0.1 nats (no interval); 1 of 30 predictions change.",
         "Loss of 24 targets: 2 nats before, 3 after.",
     ]
@@ -124,6 +124,9 @@ def test_the_sentences_and_the_summary_say_the_numbers(found):
     assert sentences(entry)[3:] == ["The model's outputs change by 0.1 of their norm, in the mean."]
     entry["outputs"] = None
     assert len(sentences(entry)) == 3
+    for share, more, less in ((0.33, "values", "weights"), (0.67, "weights", "values")):
+        entry["all"]["weights_share"] = share
+        assert f"mostly the {more} moved, not the {less}" in sentences(entry)[2]
     entry["all"] |= {"total_variation": 0.0, "largest": 0.0}
     assert sentences(entry)[0] == "The weights of all 240 queries are the same."
 
