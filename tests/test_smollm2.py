@@ -14,6 +14,8 @@ import torch
 
 import semdiag
 from semdiag.capturing.inputs import TextOptions, read_batches, tokeniser_of
+from semdiag.presenting.drawing.style import mask_style
+from semdiag.questions.k_sweep.changes import Unit
 from semdiag.questions.k_sweep.measure import KSweepPlan
 
 ROOT = Path(__file__).parents[1]
@@ -75,10 +77,12 @@ def test_the_loss_is_the_models_own_and_a_mask_costs_what_its_loss_says(folder):
 def test_the_readme_says_what_the_committed_report_says():
     whole = json.loads((REPORT / "summary.json").read_text(encoding="utf-8"))
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("\n>", "").split())
-    first, kinds = whole["verdict"][:2]
-    assert first.split(";")[0] in readme
-    for share, change in re.findall(r"([\w-]+) (\+[\d.e+]+%|× [\d.]+)", kinds):
-        assert f"{share} {change}" in readme
+    assert whole["verdict"][0].split(";")[0] in readme
+    k = re.search(r"k = (\d+)", whole["verdict"][0])[1]
+    rows = pd.read_csv(REPORT / "data" / "k_sweep_rerun.csv").query(f"swept_k == {k}")
+    assert len(rows) == 5
+    for row in rows.itertuples():
+        assert f"{mask_style(row.mask).name}: {Unit('loss', True).amount(row.change, True)}" in readme
     assert whole["results"][0]["samples"] == 3
     assert math.isfinite(whole["results"][0]["capture"]["residual"])
 

@@ -22,6 +22,7 @@ from semdiag.presenting.answer import (
     with_facts,
 )
 from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.drawing.style import mask_style
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.bounds.corollary import JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, KINDS, RANDOM, TOP_K
@@ -226,7 +227,7 @@ def _unknown(rows: Sequence[Summary]) -> Iterator[str]:
         yield f"No query has more keys than k = {', '.join(map(str, keeping_all))}: nothing is dropped."
     masks = {row["mask"] for row in rows}
     if TOP_K in masks and masks - {NO_MASK, TOP_K, RANDOM}:
-        yield "Weight and change of head are those of topk alone."
+        yield f"Weight and change of head are those of {mask_style(TOP_K).name} alone."
 
 
 def _every_k(result: Summary) -> Collapsible:

@@ -14,6 +14,7 @@ from semdiag.measuring.findings.findings import Findings, records
 from semdiag.measuring.table import rows_of_model
 from semdiag.measuring.words import counted, limit_of_share, number, percent, span_words
 from semdiag.presenting.answer import Claim, Glance, Outcome
+from semdiag.presenting.drawing.style import mask_style
 from semdiag.questions.bounds.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.budgets import BUDGET_TABLE, KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.changes import (
@@ -231,7 +232,7 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
         return []
     unit = unit_of(findings, model)
     rows = sorted(records(again), key=lambda row: math.inf if math.isnan(row["change"]) else row["change"])
-    each = ", ".join(f"{row['mask']} {unit.amount(row['change'], True)}" for row in rows)
+    each = ", ".join(f"{mask_style(row['mask']).name}: {unit.amount(row['change'], True)}" for row in rows)
     return [f"Change of {unit.what} with {counted(verdict.k, 'key')} of each kind: {each}."]
 
 
@@ -304,7 +305,7 @@ def _run_lines(verdict: SparseVerdict, changes: pd.DataFrame, unit: Unit) -> Ite
     unchanged: dict[str, list[str]] = {}  # masks that changed no sample, by how many inputs they may change
     for row in records(changes[(changes["seen"] == 0) & (changes["mask"] != NO_MASK)]):
         unchanged.setdefault(unit.without_interval(row), []).append(mask_name(row, True))
-    yield from (f"With {', '.join(names)}: {words}." for words, names in unchanged.items())
+    yield from (f"With {'; '.join(names)}: {words}." for words, names in unchanged.items())
 
 
 def length_lines(findings: Findings, model: str) -> Iterator[str]:
@@ -316,7 +317,8 @@ def length_lines(findings: Findings, model: str) -> Iterator[str]:
     limit = unit.limit(tolerance_of(findings, unit.measure))
     for mask, rows in needed[needed["mask"] != RANDOM].groupby("mask", sort=False):
         each = ", ".join(f"{needed_words(row)} at {counted(row['length'], 'token')}" for row in records(rows))
-        yield f"Smallest k of {mask} from which on {unit.what} changes by at most {limit} on average: {each}."
+        name = mask_style(str(mask)).name
+        yield f"Smallest k of {name} from which on {unit.what} changes by at most {limit} on average: {each}."
 
 
 def needed_words(row: Row) -> str:
@@ -376,5 +378,5 @@ def mask_name(row: Row, several: bool) -> str:
         return str(row["mask"])
     if not several:
         return f"k = {row['k']}"
-    unit = "%" if row["mask"] == "topp" else ""
-    return f"{row['mask']} {row['k']}{unit}"
+    size = f"{row['k']}%" if row["mask"] == "topp" else f"k = {row['k']}"
+    return f"{mask_style(row['mask']).name}, {size}"

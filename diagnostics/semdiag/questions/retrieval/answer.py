@@ -15,7 +15,7 @@ from semdiag.measuring.table import ALL, rows_of_model
 from semdiag.measuring.words import counted, interval, percent, plain, text
 from semdiag.presenting.answer import Answer, Claim, Glance, Outcome, Shown, heading, title
 from semdiag.presenting.drawing.panels import NothingToDrawError, name_ends
-from semdiag.presenting.drawing.style import drawing, note_below, palette, panel_grid
+from semdiag.presenting.drawing.style import drawing, finished, mask_style, note_below, palette, panel_grid
 from semdiag.presenting.tables import NEVER, Column, NumberTable
 from semdiag.questions.retrieval.measure import RETRIEVAL
 
@@ -146,11 +146,11 @@ def _unmasked_claims(table: pd.DataFrame) -> Iterator[Claim]:
         yield Claim("without-mask", f"{model} as it is answers {'; '.join(parts)}.", str(model))
 
 
-def _far(findings: Findings) -> list[Summary]:
+def _far(findings: Findings, place: tuple[str, ...] = ("model", "task")) -> list[Summary]:
     """Return by model, task and mask what is found of judged facts that are more than k tokens back."""
     rows = findings(paired_answers)
     far = rows[rows["judged"] & (rows["distance"] > rows["k"]) & (rows["mask"] != NO_MASK)]
-    names = ["model", "task", "mask", "k"]
+    names = [*place, "mask", "k"]
     groups = far.groupby(names, sort=False)
     return [dict(zip(names, cast("tuple[Any, ...]", key), strict=True)) | _counts(part) for key, part in groups]
 
@@ -175,7 +175,8 @@ def _verdict(row: Mapping[str, Any]) -> str:
 def _mask_name(mask: str, k: int) -> str:
     if mask == NO_MASK:
         return "as it is"
-    return f"{mask}, k = {k}" if k else mask
+    name = mask_style(mask).name
+    return f"{name}, k = {k}" if k else name
 
 
 _interval = partial(interval, form=partial(percent, form=".0f", strict=True))
@@ -227,8 +228,41 @@ def retrieval_by_distance(findings: Findings) -> Figure:
     return figure
 
 
+_ONE_PERCENT = 0.01  # of perplexity: up to here the axis is linear
+
+
+@drawing(
+    "Share of the facts from beyond the keys kept that are found, with 95% intervals, against the change of the "
+    "perplexity of the same texts, a point for each mask: {shown}.",
+    "Up and to the left is best. A mask to the left that lies low hardly changes the perplexity, and loses facts.",
+)
+def facts_by_perplexity(findings: Findings) -> Figure:
+    """Draw what each mask finds beyond its keys against what it costs in perplexity, tasks together."""
+    far = pd.DataFrame([] if findings.measurements[RETRIEVAL].empty else findings(_far, ("model",)))
+    if far.empty:
+        raise NothingToDrawError("No mask is judged by facts from beyond the keys that it keeps.")
+    panels = list(far.groupby("model", sort=False))
+    figure, axes = panel_grid(len(panels))
+    for ax, (model, rows) in zip(axes, panels, strict=True):
+        ax.axhline(rows["as_it_is"].sum() / rows["texts"].sum(), color="black", linewidth=1, label="as it is")
+        for row in records(rows):
+            style = mask_style(row["mask"])
+            ends = [[row["accuracy"] - row["low"]], [row["high"] - row["accuracy"]]]
+            ax.errorbar(
+                row["perplexity_change"], row["accuracy"], ends, color=style.color, marker=style.marker, capsize=2,
+                linestyle="none", label=_mask_name(row["mask"], row["k"]),
+            )  # fmt: skip
+        ax.set_xscale("symlog", linthresh=_ONE_PERCENT)
+        ax.xaxis.set_major_formatter(lambda x, _: f"{100 * x:+,.3g}%")
+        ax.set_ylim(-0.05, 1.05)
+        ax.set_xlabel("change of perplexity")
+        ax.set_title(str(model)[-40:], fontsize=9)
+    axes[0].set_ylabel("share of the facts found")
+    return finished(figure, "bars: exact 95% intervals; facts told more than k tokens before, tasks together.")
+
+
 HEADINGS = heading(
-    "retrieval", "Does it still find what it was told?", (retrieval_by_distance,),
+    "retrieval", "Does it still find what it was told?", (retrieval_by_distance, facts_by_perplexity),
     "The texts are made up, from the model's own tokenizer: they say whether a fact can be reached, not how often "
     "texts of your own need one.",
     "An answer is right if each of its tokens is the likeliest after those before it. The model does not write: "

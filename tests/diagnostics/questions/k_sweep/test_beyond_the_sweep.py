@@ -61,7 +61,7 @@ def test_what_is_unknown_there_is_said_where_it_is_missing(findings, capsys):
     show(QUESTION.answered(findings), every=True)
     printed = " ".join(capsys.readouterr().out.split())
     assert "Weight and change of head of k = 64, 128 are unknown: the sweep ends below (--max-k)." in printed
-    assert "Weight and change of head are those of topk alone." in printed
+    assert "Weight and change of head are those of top-k by head alone." in printed
     assert "nan" not in printed.lower().replace("semdiag", "")
 
 

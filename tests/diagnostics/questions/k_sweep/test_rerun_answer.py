@@ -458,8 +458,8 @@ def test_what_no_sample_shows_has_no_interval_and_says_what_is_known(made_up, ca
     printed = capsys.readouterr().out
     assert printed.count("none seen") == 2
     assert (
-        "With topk 4, topk 8: 0 of 500 samples changed by more than 0.001 nats; up to 0.6% of inputs may "
-        "(one-sided 95%)." in " ".join(printed.split())
+        "With top-k by head, k = 4; top-k by head, k = 8: 0 of 500 samples changed by more than 0.001 nats; up to "
+        "0.6% of inputs may (one-sided 95%)." in " ".join(printed.split())
     )
     row = change_table(findings).set_index(["mask", "k"]).loc[("topk", 4)]
     assert (1 - row["seen_high"]) ** 500 == pytest.approx(0.05)

@@ -17,7 +17,14 @@ from semdiag.measuring.survey import Inputs, survey
 from semdiag.presenting.answer import Outcome, sentences_of
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import retrieval as question
-from semdiag.questions.retrieval.answer import answer, loses, mcnemar, retrieval_by_distance, retrieval_table
+from semdiag.questions.retrieval.answer import (
+    answer,
+    facts_by_perplexity,
+    loses,
+    mcnemar,
+    retrieval_by_distance,
+    retrieval_table,
+)
 from semdiag.questions.retrieval.measure import Maker, first_text
 from semdiag_files import InputError
 
@@ -73,8 +80,8 @@ def test_the_answer_says_it_in_words_and_the_figure_by_distance(found):
     assert said.glance.number == "2 of 8 masks"
     text = " ".join(sentences_of(said.headline))
     assert "as it is answers induction in 16 of 16 texts of 160 tokens" in text
-    assert "window, k = 64 0 of 8 (0%–37%; as it is 8; lost, p = 0.0078; perplexity of the text" in text
-    assert "topk, k = 64 8 of 8 (63%–100%; as it is 8; no loss shown, p = 1; perplexity of the text" in text
+    assert "nearest + first 4, k = 64 0 of 8 (0%–37%; as it is 8; lost, p = 0.0078; perplexity of the text" in text
+    assert "top-k by head, k = 64 8 of 8 (63%–100%; as it is 8; no loss shown, p = 1; perplexity of" in text
     kept = said.tables["tiles"]
     assert set(kept["kind"]) == {"tile-8x8-quest", "skip-20-8x8"}
     assert (kept["weight"] <= kept["exact_weight"] + 1e-6).all()
@@ -82,12 +89,22 @@ def test_the_answer_says_it_in_words_and_the_figure_by_distance(found):
     ax = next(ax for ax in figure.axes if ax.get_title(loc="left").startswith("induction"))
     lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
     assert lines["as it is"] == [1, 1]
-    assert lines["window, k = 64"] == [1, 0]
+    assert lines["nearest + first 4, k = 64"] == [1, 0]
 
 
-def test_of_no_text_nothing_is_drawn(make_four):
+def test_facts_stand_against_perplexity_a_point_a_mask(found):
+    (ax,) = facts_by_perplexity(found).axes
+    points = {bars.get_label(): bars.lines[0].get_xydata()[0] for bars in ax.containers}
+    assert points.keys() >= {"nearest + first 4, k = 64", "top-k by head, k = 64"}
+    assert points["nearest + first 4, k = 64"][1] < points["top-k by head, k = 64"][1]
+    (own,) = (line for line in ax.lines if line.get_label() == "as it is")
+    assert set(own.get_ydata()) == {1.0}
+
+
+@pytest.mark.parametrize("draw", [retrieval_by_distance, facts_by_perplexity])
+def test_of_no_text_nothing_is_drawn(draw, make_four):
     with pytest.raises(NothingToDrawError):
-        retrieval_by_distance(Findings(make_four()))
+        draw(Findings(make_four()))
 
 
 @pytest.mark.parametrize("task", question.TASKS)
