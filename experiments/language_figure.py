@@ -14,12 +14,9 @@ from matplotlib.figure import Figure
 
 from semdiag.presenting.drawing.style import attention_style, finished, mask_style, panel_grid, paper_style
 
-PANELS = {
+PANELS = {  # of the quantities in the table, those that the text is about
     "held_out_loss": "held-out loss, nats a byte",
     "dispersion": "median δ of kept keys, nats",
-    "separation": "median Δ at 8 keys, nats",
-    "entropy": "median entropy, nats",
-    "stay": "top-8 sets that stay under 1% noise",
 }
 LINES = {"4": (0, (1, 1)), "8": "-", "16": (0, (6, 2))}  # of the three masks of top-k
 SHOWN_FROM = 200  # steps; before, all losses fall alike and would flatten the rest
@@ -28,7 +25,7 @@ SHOWN_FROM = 200  # steps; before, all losses fall alike and would flatten the r
 @paper_style
 def figure(folder: Path) -> Figure:
     """A panel a quantity, a line a mask: the mean over seeds; the band goes from the smallest to the largest."""
-    drawn, axes = panel_grid(len(PANELS), height=2.4, columns=3, sharey=False)
+    drawn, axes = panel_grid(len(PANELS), height=2.4, sharey=False)
     for ax, (column, quantity) in zip(axes, PANELS.items(), strict=True):
         ends = pd.Series({mask: _draw(ax, folder, mask, column) for mask in language.MASKS}).dropna()
         ends.index = ends.index.str.replace("topk", "top")

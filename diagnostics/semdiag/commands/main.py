@@ -68,6 +68,7 @@ def _report(
     The page opens from disk in any browser. Without a MODEL, [bold]semdiag report[/] reports on every run in
     ./checkpoints.
     """
+    from semdiag.measuring.findings.findings import seed_sentence
     from semdiag.presenting.answer import MOST
     from semdiag.presenting.tables import say_sentences
 
@@ -81,6 +82,7 @@ def _report(
         print_json(content)
     if not values["quiet"]:
         say_sentences(content["verdict"][:MOST])
+        say_sentences(filter(None, [seed_sentence(findings.measurements.models)]))
         say(f"Report: {page}")
     if show:
         webbrowser.open(page.resolve().as_uri())

@@ -282,6 +282,7 @@ class TypedRequest:
     def deliver(self, findings: "Findings", sections: Sequence[str] | None = None) -> None:
         """Write the page with its figures; print answer and tables, or one JSON object."""
         from semdiag.measuring.findings.estimates import partial_sentences
+        from semdiag.measuring.findings.findings import seed_sentence
         from semdiag.presenting.answer import opening_of, show
         from semdiag.presenting.progress import Stages
         from semdiag.presenting.tables import say_sentences
@@ -308,6 +309,7 @@ class TypedRequest:
             print_json(findings(question.json))
         if not quiet:
             say_sentences(opening_of([QUESTIONS[name].answered(findings) for name in sections]))
+            say_sentences(filter(None, [seed_sentence(findings.measurements.models)]))
             show(question.answered(findings), values.get("every", False))
             say(f"Page: {page}")
         refuse_failed(findings, "--no-rerun")

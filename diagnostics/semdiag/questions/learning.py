@@ -1,6 +1,7 @@
 """Did the sparse model learn faster? Epochs until the training data are learned."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from semdiag.measuring.findings.findings import RUN, Findings, find_pairs, records
+from semdiag.measuring.findings.findings import RUN, Findings, find_pairs, records, seed_names
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import OUT_OF_REACH, OUT_OF_REACH_CODE
 from semdiag.measuring.training_runs import TARGET, epochs_to
@@ -92,7 +93,7 @@ def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
         return []
     targets = {row["model"]: target_of(measurements, row["task"]) for row in records(once)}
     groups = []
-    for panel in panels_of(once, RUN):
+    for panel in panels_of(once, RUN, seed_names(measurements.models)):
         runs = []
         for series in panel.series:
             history = histories[series.model]
@@ -149,21 +150,23 @@ _MOST = 12  # groups of runs that are drawn
 
 
 @drawing(
-    "Training and held-out accuracy and training loss against epochs, first epoch with 95% training accuracy "
-    "marked, or another target: {shown}.",
-    "Compare where the curves of the first panel cross the dashed line at 95% training accuracy, or at another "
-    "target. How far a curve of the second panel stays below that of the first was memorised instead of learned.",
+    "Training accuracy against epochs, the first epoch with 95% marked, or another target; held-out accuracy "
+    "beside it where a run memorised, and the training loss where no run arrived: {shown}.",
+    "Compare where the curves cross the dashed line, at 95% training accuracy or another target.",
 )
 def training_curves(findings: Findings) -> Figure:
-    """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy."""
+    """Draw training accuracy per epoch with the arrival at 95%, and what it does not tell, as in _columns."""
     groups = training_runs(findings)
     if not groups:
         raise NothingToDrawError("No model has a training history.")
     shown = groups[:_MOST]
-    figure, axes = panel_grid(len(_COLUMNS) * len(shown), height=2.3, sharey=False, columns=len(_COLUMNS))
+    columns = _columns([run for _, runs in shown for run in runs])
+    figure, axes = panel_grid(
+        len(columns) * len(shown), height=2.3, sharey=False, columns=len(columns) if len(columns) > 1 else None
+    )
     for place, (panel, runs) in enumerate(shown):
-        row = axes[len(_COLUMNS) * place : len(_COLUMNS) * (place + 1)]
-        for ax, (column, name) in zip(row, _COLUMNS.items(), strict=True):
+        row = axes[len(columns) * place : len(columns) * (place + 1)]
+        for ax, (column, name) in zip(row, columns.items(), strict=True):
             for run in runs:
                 _draw_curve(ax, run, column)
             if "accuracy" in column:
@@ -175,20 +178,39 @@ def training_curves(findings: Findings) -> Figure:
             ax.set_xlabel("epoch")
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         _mark_arrivals(row[0], runs)
-        row[0].set_title(f"{panel.title}: {_COLUMNS['train_accuracy']}")
+        row[0].set_title(f"{panel.title}: {columns[_TRAINING]}")
     first = f". The first {_MOST} of {len(groups)} tasks and seeds" if len(groups) > _MOST else ""
+    held_out = f". Held-out accuracy ends within {100 * _MEMORISED:g} points of it"
+    if _HELD_OUT in columns:
+        held_out = ". How far held-out accuracy stays below that of training was memorised, not learned"
     return finished(
         figure,
         "marker and number on the dashed line: first epoch with that training accuracy; none: it was not reached"
-        + first,
-    )
+        + held_out + first,
+    )  # fmt: skip
 
 
-_COLUMNS = {
-    "train_accuracy": "training accuracy",
-    "holdout_accuracy": "held-out accuracy",
-    "train_loss": "training loss (nats)",
-}
+_TRAINING = "train_accuracy"
+_HELD_OUT = "holdout_accuracy"
+_MEMORISED = 0.02  # held-out accuracy this far below that of training at the end shows that a run memorised
+
+
+def _columns(runs: Sequence[Run]) -> dict[str, str]:
+    """Return what is drawn, by column of the histories: held-out accuracy and loss only if they are news."""
+    columns = {_TRAINING: "training accuracy"}
+    if any(_memorised(run.history) for run in runs):
+        columns[_HELD_OUT] = "held-out accuracy"
+    if all(run.arrival is None for run in runs):
+        columns["train_loss"] = "training loss (nats)"
+    return columns
+
+
+def _memorised(history: pd.DataFrame) -> bool:
+    """Return whether held-out accuracy ends below that of training, or one of them is unknown."""
+    if not {_TRAINING, _HELD_OUT} <= set(history):
+        return True
+    last = history.iloc[-1]
+    return not last[_TRAINING] - last[_HELD_OUT] <= _MEMORISED
 
 
 def _draw_curve(ax: Axes, run: Run, column: str) -> None:

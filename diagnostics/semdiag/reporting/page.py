@@ -18,6 +18,7 @@ from semdiag.measuring.findings.findings import (
     completeness,
     modules_by_layer,
     records,
+    seed_sentence,
     unlearned_sentences,
 )
 from semdiag.measuring.words import count, counted, layer_name, number, percent, plain, text
@@ -309,7 +310,7 @@ def render_page(
             missing={name for name, picture in pictures.items() if picture.missing},
             models=_attention_names(rows),
             title=str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models",
-            about=_about(content),
+            about=_about(content, seed_sentence(findings.measurements.models)),
             made_with=_settings(provenance),
             lead=overview.lead.sentence,
             cautions=overview.without_lead(overview.cautions),
@@ -350,7 +351,7 @@ def _outliers(findings: Findings, model: str, look: str | None) -> list[tuple[st
     ]
 
 
-def _about(content: dict[str, Any]) -> str:
+def _about(content: dict[str, Any], seeds: str) -> str:
     rows = content["results"]
     provenance = content["provenance"]
     model = str(rows[0]["model"]) if len(rows) == 1 else f"{len(rows)} models"
@@ -362,7 +363,7 @@ def _about(content: dict[str, Any]) -> str:
     if len(inputs) == 1:
         samples += f": {next(iter(inputs))}"
     version = provenance.get("semdiag")
-    parts = (model, samples, provenance.get("date"), version and f"semdiag {version}")
+    parts = (model, samples, seeds.rstrip("."), provenance.get("date"), version and f"semdiag {version}")
     return " · ".join(part for part in parts if part)
 
 

@@ -15,7 +15,7 @@ from semdiag.capturing.attention_call import external
 from semdiag.capturing.inputs import SUFFIXES
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.findings.estimates import all_by_name, estimate_table, sampling_sentences, within_table
-from semdiag.measuring.findings.findings import Findings, json_ready, schema
+from semdiag.measuring.findings.findings import Findings, json_ready, schema, seed_sentence
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import csv_text
@@ -267,7 +267,9 @@ def _remark_claims(findings: Findings, answers: Mapping[str, Answer]) -> list[Cl
     """Return what was drawn and captured."""
     metrics = [name for name in answers if name in ("dispersion", "separation")]
     sampling = sampling_sentences(findings, metrics or ("dispersion",))
-    return [*numbered_claims("sampling", sampling), Claim("captured", captured_sentence(findings))]
+    captured = Claim("captured", captured_sentence(findings))
+    seeds = [seed_sentence(findings.measurements.models)]
+    return [*numbered_claims("sampling", sampling), captured, *numbered_claims("seeds", filter(None, seeds))]
 
 
 def summary_sentences(findings: Findings, answers: Mapping[str, Answer]) -> list[str]:

@@ -203,6 +203,18 @@ def test_the_headline_of_pairs_names_the_initialisation(pair, before, said):
     assert first.sentence.endswith(said)
 
 
+def test_layers_with_the_smaller_median_are_counted(pair):
+    def claim(measured):
+        claims = dispersion_claims(Findings(measured))
+        return next(each for each in claims if each.id == "layers")
+
+    layers = pair.queries["layer"].nunique()
+    assert claim(pair).value == layers
+    queries = pair.queries.copy()
+    queries.loc[queries["model"].str.contains("topk") & (queries["layer"] == 0), "dispersion"] *= 100
+    assert claim(pair.replace(queries=queries)).value == layers - 1
+
+
 def test_ties_are_nobodys_and_said(pair):
     glance = learning_glance(Findings(history(pair, [0.96, 1.0], [0.97, 1.0])))
     assert glance.words.startswith(

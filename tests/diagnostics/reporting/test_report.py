@@ -193,7 +193,6 @@ def test_a_failing_pair_and_a_lone_model_are_said(model, tmp_path):
     )
     assert re.search(r"the scores of a query span .* percentile, over the keys that it keeps\.", alone.text)
     assert "Nothing is compared" not in alone.text
-    assert "No figure dispersion_ratio" in alone.text
 
 
 @pytest.mark.slow

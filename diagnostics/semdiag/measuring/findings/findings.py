@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from string import ascii_uppercase
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pandas as pd
@@ -50,6 +51,7 @@ class Findings:
 
 # Models that differ in one of these are never compared or drawn on the same axes.
 RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "setting")
+_LONG_SEED = 6  # digits, from which on a letter is read more easily
 _TELLING = 50  # samples; fewer do not distinguish chance from 60%
 RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 
@@ -63,8 +65,33 @@ class Pair:
     counterpart: str  # its path
 
 
-def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[list[Pair], list[str]]:
-    """Pair every model of one attention kind with the full-attention model trained on the same data."""
+def seed_names(models: pd.DataFrame) -> dict[Any, str]:
+    """Return what the seeds of models are called: several long ones by letters, else by themselves."""
+    seeds = sorted(set(models["seed"].dropna().astype(int)))
+    long = min(map(len, map(str, seeds)), default=0) >= _LONG_SEED
+    if not long or not 1 < len(seeds) <= len(ascii_uppercase):
+        return {seed: str(seed) for seed in seeds}
+    return dict(zip(seeds, ascii_uppercase, strict=False))
+
+
+def seed_sentence(models: pd.DataFrame) -> str:
+    """Return which seed each letter stands for; empty if seeds are called by themselves."""
+    named = [f"{name} is {seed}" for seed, name in seed_names(models).items() if name != str(seed)]
+    return f"Seed {', '.join(named)}." if named else ""
+
+
+def _seed_word(seed: Any, names: Mapping[Any, str]) -> str:
+    return names.get(seed, str(seed)) if pd.notna(seed) else str(seed)
+
+
+def find_pairs(
+    models: pd.DataFrame, attention: str | None = "topk", seeds: Mapping[Any, str] | None = None
+) -> tuple[list[Pair], list[str]]:
+    """Pair every model of one attention kind with the full-attention model trained on the same data.
+
+    ``seeds``: what seeds are called, where the models are some of those that were measured.
+    """
+    seeds = seed_names(models) if seeds is None else seeds
     pairs = []
     unpaired = []
     models = models[~external(models)]  # their training is unknown
@@ -77,7 +104,7 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
             unpaired += group["model"].tolist()
             continue
         for _, row in counterparts.iterrows():
-            label = f"{row['task']}, {attention_word(row)}, seed {row['seed']}"
+            label = f"{row['task']}, {attention_word(row)}, seed {_seed_word(row['seed'], seeds)}"
             if row["snapshot"] != "last":
                 label += f", {row['snapshot']}"
             pairs.append(Pair(label, full[0], row["model"]))
@@ -107,6 +134,7 @@ def unlearned_sentences(findings: Findings) -> list[str]:
     compared = {path for pair in findings(compared_pairs) for path in (pair.full, pair.counterpart)}
     models = findings.measurements.models
     unlearned = []
+    seeds = seed_names(models)
     for _, row in models[models["model"].isin(compared) & (models["snapshot"] != "initialisation")].iterrows():
         task = TASKS.get(str(row["task"]))
         samples = int(row["samples"])
@@ -115,7 +143,7 @@ def unlearned_sentences(findings: Findings) -> list[str]:
         blind = max(task.chance, task.majority)
         if row["accuracy"] <= blind + 1.96 * math.sqrt(blind * (1 - blind) / samples):
             correct = f"{row['accuracy']:.1%} of {counted(samples, 'sample')}"
-            unlearned.append(f"{_short(row)} ({correct}, the commonest label alone {blind:.1%})")
+            unlearned.append(f"{_short(row, seeds)} ({correct}, the commonest label alone {blind:.1%})")
     if not unlearned:
         return []
     if len(unlearned) == 1:
@@ -133,9 +161,10 @@ def unlearned_sentences(findings: Findings) -> list[str]:
 def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
     """Pair every model with one reference, whether or not they match."""
     reference = models[models["model"] == against].iloc[0]
+    seeds = seed_names(models)
     pairs = []
     for _, row in models[models["model"] != against].iterrows():
-        label = f"{_short(row)} against {_short(reference)}"
+        label = f"{_short(row, seeds)} against {_short(reference, seeds)}"
         swap = row["attention"] == "full" and reference["attention"] != "full"
         ends = (row["model"], against) if swap else (against, row["model"])
         pairs.append(Pair(label, *ends))
@@ -185,8 +214,8 @@ def _with_distinct_labels(pairs: list[Pair], compared: list[str]) -> list[Pair]:
     return distinct
 
 
-def _short(row: Any) -> str:
-    return f"{row['task']}, {attention_word(row)}, seed {row['seed']}, {row['snapshot']}"
+def _short(row: Any, seeds: Mapping[Any, str]) -> str:
+    return f"{row['task']}, {attention_word(row)}, seed {_seed_word(row['seed'], seeds)}, {row['snapshot']}"
 
 
 Summary = dict[str, Any]

@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike, NDArray
 
 from semdiag.capturing.attention_call import external
-from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail
+from semdiag.measuring.findings.findings import RUN_AND_SNAPSHOT, path_tail, seed_names
 from semdiag.measuring.metrics import metric_of
 from semdiag.measuring.words import number
 from semdiag.presenting.drawing.style import (
@@ -66,10 +66,16 @@ class Panel:
     snapshot: str = ""  # ``last``, ``initialisation``, … ; empty if snapshots do not matter
 
 
-def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> list[Panel]:
-    """Group models into panels, last snapshots before all others."""
+def panels_of(
+    models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT, seeds: Mapping[Any, str] | None = None
+) -> list[Panel]:
+    """Group models into panels, last snapshots before all others.
+
+    ``seeds``: what seeds are called, where the models are some of those that were measured.
+    """
     if models.empty:
         raise NothingToDrawError("No model was measured.")
+    seeds = seed_names(models) if seeds is None else seeds
     foreign = external(models)
     differing = [key for key in keys if models[~foreign][key].nunique(dropna=False) > 1]
     own_panel = models["model"].where(foreign, "")  # external models have nothing known in common
@@ -77,7 +83,7 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
     for _, group in models.groupby([*keys, own_panel.rename("_own")], dropna=False, sort=False):
         snapshot = str(group["snapshot"].iloc[0]) if "snapshot" in keys else ""
         name = str(own_panel[group.index[0]])
-        title = path_tail(name, models["model"]) if name else _title(group.iloc[0].to_dict(), differing)
+        title = path_tail(name, models["model"]) if name else _title(group.iloc[0].to_dict(), differing, seeds)
         panels.append(Panel(title, _series(group), snapshot))
     return sorted(panels, key=lambda panel: panel.snapshot not in ("last", ""))
 
@@ -104,11 +110,13 @@ def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:
     return name if k is None or kind == "full" else f"{name} (k = {k}{more})"
 
 
-def _title(row: dict[Hashable, Any], differing: list[str]) -> str:
+def _title(row: dict[Hashable, Any], differing: list[str], seeds: Mapping[Any, str]) -> str:
     parts = ["task unknown" if pd.isna(row["task"]) else str(row["task"])]
     for key in differing:
         if key == "snapshot":
             parts.append(_SNAPSHOT_NAMES.get(str(row[key]), f"{row[key]} snapshot"))
+        elif key == "seed" and not pd.isna(row[key]):
+            parts.append(f"seed {seeds.get(row[key], row[key])}")
         elif key != "task":
             parts.append(f"{key} unknown" if pd.isna(row[key]) else f"{key} {row[key]}")
     return ", ".join(parts)

@@ -28,12 +28,13 @@ from semdiag.measuring.findings.findings import (
     differences,
     find_pairs,
     rivals,
+    seed_names,
 )
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
 from semdiag.measuring.words import count_of, counted, decimals, interval_words, span_words
 from semdiag.presenting.answer import Answer, Claim, Glance, Outcome, percentile_csvs, sampled_word, top_words
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.presenting.drawing.style import reference_words
+from semdiag.presenting.drawing.style import attention_style, reference_words
 from semdiag.questions.dispersion.measure import INITIALISATION
 from semdiag.questions.percentile_tables import percentile_tables
 from semdiag_files import InputError
@@ -250,7 +251,8 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
 def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
     """Return pooled median δ under input-agnostic masks (controls) over full attention's; last snapshots only."""
     models = findings.measurements.models[findings.measurements.models["snapshot"] == "last"]
-    pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
+    seeds = seed_names(findings.measurements.models)
+    pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None, seeds=seeds)
     medians = {model: table["p50"] for model, table in findings(pooled_percentiles, "dispersion").items()}
     return [
         (pair, medians[pair.counterpart] / medians[pair.full])
@@ -365,7 +367,28 @@ def dispersion_claims(findings: Findings) -> list[Claim]:
             "attention's. A smaller range is in part only a range over fewer keys."
         )
         claims.append(Claim("fixed-masks", fixed_masks))
-    return [*_ratio_claims(findings), *claims, *_recall_claims(findings)]
+    return [*_ratio_claims(findings), *claims, *_layer_claims(findings), *_recall_claims(findings)]
+
+
+def _layer_claims(findings: Findings) -> list[Claim]:
+    """Return in how many layers the median is surely below full attention's, by kind; last snapshots only."""
+    if in_part(findings):
+        return []
+    models = findings.measurements.models.set_index("model")
+    ratios = findings(layer_ratios)
+    ratios = ratios[(ratios["percentile"] == 50) & ratios["ratio"].notna()]
+    ratios = ratios[ratios["model"].map(models["snapshot"]) == "last"]
+    ratios = ratios.assign(
+        kind=ratios["model"].map(models["attention"]), below=ratios["high"].fillna(ratios["ratio"]) < 1
+    )
+    counts = [
+        f"{rows['below'].sum()} of {counted(len(rows), 'layer')} with {attention_style(str(kind)).name}"
+        for kind, rows in ratios.groupby("kind", sort=False)
+    ]
+    if not counts:
+        return []
+    words = f"Layer by layer the median δ is below full attention's in {', '.join(counts)} (95% intervals)."
+    return [Claim("layers", words, value=float(ratios["below"].sum()), unit="layers")]
 
 
 def _ratio_claims(findings: Findings) -> list[Claim]:
@@ -398,6 +421,7 @@ def _mask_share_words(before: Sequence[float], after: Sequence[float]) -> str:
 
 def _recall_claims(findings: Findings) -> list[Claim]:
     claims = []
+    seeds = seed_names(findings.measurements.models)
     keys = findings.measurements.queries.groupby("model")["keys"].max()
     for row in findings.measurements.models.to_dict("records"):
         result = findings(dispersion_results)[row["model"]]
@@ -405,7 +429,8 @@ def _recall_claims(findings: Findings) -> list[Claim]:
         heads = [head["recall"] for head in result["layers"] if "recall" in head]
         if heads:
             sentence = (
-                f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
+                f"{row['task']}, {attention_word(row)}, seed {seeds.get(row['seed'], row['seed'])}: the keys that "
+                "a query keeps hold "
                 f"{pooled['recall']:.0%} of its {row['k']} largest scores ({min(heads):.0%} to {max(heads):.0%} "
                 f"by head; {counted(row['k'], 'key')} at random would hold "
                 f"{min(1.0, row['k'] / keys[row['model']]):.0%}), and {pooled['without_keys']:.1%} of "

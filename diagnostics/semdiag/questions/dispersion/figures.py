@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,85 +24,22 @@ from semdiag.presenting.drawing.panels import (
     positive_range,
 )
 from semdiag.presenting.drawing.style import (
-    FAINT,
     draw_band,
     drawing,
     finished,
-    lightened,
-    number_layers,
     panel_grid,
     plain_numbers,
 )
-from semdiag.questions.dispersion.answer import RATIO_PERCENTILES, layer_ratios
-
-
-@drawing(
-    "Ratio of the dispersion of sparse models to that of full attention per layer, median and 95th percentile, "
-    "with 95% intervals and a line at 1: {shown}.",
-    "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ. If a bar, a 95% "
-    "interval from resampling whole sequences, crosses 1, the layer is inconclusive.",
-)
-def dispersion_ratio(findings: Findings) -> Figure:
-    """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences."""
-    ratios = findings(layer_ratios)
-    if not ratios["ratio"].notna().any():
-        raise NothingToDrawError(
-            "No sparse model has a full-attention counterpart of the same task, seed, size, setting and snapshot."
-        )
-    compared = set(ratios["model"])
-    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in compared for s in p.series)]
-    figure, axes = panel_grid(len(RATIO_PERCENTILES) * len(panels), columns=len(RATIO_PERCENTILES))
-    low = ratios[["ratio", "low"]].min().min()
-    high = ratios[["ratio", "high"]].max().max()
-    places = [(panel, percentile) for panel in panels for percentile in RATIO_PERCENTILES]
-    for ax, (panel, percentile) in zip(axes, places, strict=True):
-        ax.set_yscale("log", base=2)
-        ends = min(low, 0.5), max(high, 2.0)
-        if 0 < ends[0] < ends[1] < float("inf"):  # of a diverged model neither need hold
-            ax.set_ylim(ends[0] / 1.1, ends[1] * 1.1)
-        plain_numbers(ax.yaxis)
-        ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
-        which = "median" if percentile == 50 else f"p{percentile}"
-        layers_below = _draw(ax, panel, ratios[ratios["percentile"] == percentile])
-        ax.set_title(f"{panel.title}, {which}: below 1 in {layers_below}")
-        if percentile == RATIO_PERCENTILES[0]:
-            ax.set_ylabel("δ of sparse / δ of full attention")
-    return finished(
-        figure,
-        "bars: 95% intervals, whole sequences resampled; a layer counts if its whole bar is below 1: more focused "
-        "than full attention",
-    )
-
-
-def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> str:
-    """Draw the ratios of a panel's sparse models; return in how many layers each is surely below 1."""
-    sparse = [series for series in panel.series if series.model in set(ratios["model"])]
-    below = []
-    for place, series in enumerate(sparse):
-        rows = ratios[ratios["model"] == series.model].dropna(subset=["ratio"])
-        below.append(rows["high"].fillna(rows["ratio"]) < 1)
-        control = series.attention != "topk"
-        color = lightened(series.style.color, 0.35) if control else series.style.color
-        ax.errorbar(
-            rows["layer"] + (place - (len(sparse) - 1) / 2) * 0.12,
-            rows["ratio"], yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
-            color=color, marker=series.style.marker, markersize=4 if control else 5.5, linestyle="none",
-            elinewidth=1.0, capsize=2,
-            label=series.label + (", control" if control else ""),
-        )  # fmt: skip
-    number_layers(ax, sorted(ratios["layer"].unique()))
-    return layers_with(sparse, below)
-
+from semdiag.questions.dispersion.measure import INITIALISATION
 
 MARKED = (50, 75, 90, 95)
 
 
 @drawing(
     "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve per model, "
-    "percentiles 50, 75, 90 and 95 marked: {shown}.",
+    "percentiles 50, 75, 90 and 95 marked, and the median before training where it is known: {shown}.",
     "A curve further left has the smaller dispersion δ, the range (largest minus smallest) of the scores that a "
-    "query's softmax mixes. With a small δ no kept key can take more than e^δ/(e^δ + k − 1) of the weight; the "
-    "paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
+    "query's softmax mixes. The paper's bounds grow with e^δ, and so it ties a small δ to fast learning.",
 )
 def dispersion_ecdf(findings: Findings) -> Figure:
     """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked."""
@@ -112,15 +48,31 @@ def dispersion_ecdf(findings: Findings) -> Figure:
     values = {str(model): known_rows(findings, str(model), "dispersion")["dispersion"] for model in models}
     if not any(len(cumulative_curve(column)[0]) for column in values.values()):
         raise NothingToDrawError("No query has a finite dispersion above 0.")
+    table = findings.measurements[INITIALISATION]
+    initial = dict(zip(table["model"], table["dispersion"], strict=True))
     figure, axes = panel_grid(len(panels), sharex=True)
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_xscale("log")
         plain_numbers(ax.xaxis)
         _draw_ecdf(ax, panel, values, findings(pooled_percentiles, "dispersion"))
+        _mark_initialisation(ax, panel, initial)
         ax.set_title(panel.title)
         ax.set_xlabel("semantic dispersion δ (nats)")
     axes[0].set_ylabel("share of queries with δ ≤ x")
-    return finished(figure, "markers: 50th, 75th, 90th and 95th percentile; further left = more focused")
+    before = "; hollow: median before training" if initial else ""
+    return finished(figure, f"markers: 50th, 75th, 90th and 95th percentile{before}; further left = more focused")
+
+
+def _mark_initialisation(ax: Axes, panel: Panel, medians: Mapping[str, float]) -> None:
+    """Mark the median δ that each model of a panel had before it was trained, where that is known."""
+    for series in panel.series:
+        median = medians.get(series.model, 0.0)
+        if median > 0:
+            style = series.style
+            ax.plot(
+                median, 0.5, color=style.color, marker=style.marker, markerfacecolor="white", markersize=6,
+                linestyle="none", clip_on=False,
+            )  # fmt: skip
 
 
 def _draw_ecdf(
@@ -181,21 +133,16 @@ def _layers_found(series: Sequence[Series], tables: Mapping[str, pd.DataFrame]) 
     return f"median δ below full attention's in {layers_with(series[1:], below)}"
 
 
-HEADINGS = (
-    *heading(
-        "focus", "Do the scores of the sparse model span less?", (dispersion_ecdf, dispersion_by_layer),
-        "Two models are compared, each trained with its own attention and measured on its own scores. Nothing "
-        "here says what one of them would do with the other's mask.",
-        "Percentiles pool the queries of all layers and heads. The maximum (p100) is one single query: shown, not "
-        "judged.",
-        "A range over a few keys is never larger than that over all keys of the row: the controls with a fixed "
-        "mask show how much that alone can make.",
-    ),
-    *heading(
-        "ratio", "How much smaller, layer by layer?", (dispersion_ratio,),
-        "The intervals are about other inputs of the same kind, not about other training runs. Layers are matched "
-        "by their position; nothing says that they do the same work.",
-    ),
+HEADINGS = heading(
+    "focus", "Do the scores of the sparse model span less?", (dispersion_ecdf, dispersion_by_layer),
+    "Two models are compared, each trained with its own attention and measured on its own scores. Nothing here "
+    "says what one of them would do with the other's mask.",
+    "Percentiles pool the queries of all layers and heads. The maximum (p100) is one single query: shown, not "
+    "judged.",
+    "A range over a few keys is never larger than that over all keys of the row: the controls with a fixed mask "
+    "show how much that alone can make.",
+    "The intervals are about other inputs of the same kind, not about other training runs. Layers are matched by "
+    "their position; nothing says that they do the same work.",
 )  # fmt: skip
 EXTERNAL = heading(
     "spread", "How far apart are the scores?", (dispersion_by_layer,),

@@ -155,19 +155,20 @@ def _ratio(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> float:
 
 
 def length_table(findings: Findings) -> pd.DataFrame:
-    """Return the mean change by each mask at each length of texts, with 95% intervals over samples."""
+    """Return the mean change by each mask at each length of texts, with 95% intervals over samples or chunks."""
     rows: list[dict[str, Any]] = []
     for place, again in findings.measurements[LENGTHS_TABLE].groupby(["model", "length"], sort=False):
         measure = measure_of(again)
         unit = "targets" if measure == "loss" else "predictions"
         limit = tolerance_of(findings, measure)
-        sums = again.groupby(["mask", "k", "sample"])[[measure, unit, "kept", "keys"]].sum()
+        sums = again.groupby(["mask", "k", *UNITS])[[measure, unit, "kept", "keys"]].sum()
         before = sums.loc[NO_MASK].droplevel("k")[measure]
-        for mask, k in dict.fromkeys((mask, k) for mask, k, _ in sums.drop(NO_MASK).index):
+        for mask, k in dict.fromkeys((mask, k) for mask, k, *_ in sums.drop(NO_MASK).index):
             sums_of_mask = sums.loc[mask, k]
             change = (sums_of_mask[measure] - before[sums_of_mask.index]).to_numpy(np.float64)
             row = dict(zip(("model", "length"), cast("tuple[str, int]", place), strict=True))
-            row |= {"mask": mask, "k": int(k), "samples": len(sums_of_mask), "measure": measure}
+            samples = sums_of_mask.index.get_level_values("sample").nunique()
+            row |= {"mask": mask, "k": int(k), "samples": samples, "measure": measure}
             row |= _interval(change, sums_of_mask[unit].to_numpy(np.float64), limit)
             rows.append(row | {"kept": _ratio(sums_of_mask["kept"], sums_of_mask["keys"])})
     order = ["model", "length", "mask", "k", "samples", "measure", "change", "low", "high", "kept"]

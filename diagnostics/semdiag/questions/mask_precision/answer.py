@@ -1,6 +1,7 @@
 """What a number format does to masks: by model, format and layer, pooled, in words, and drawn."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -167,41 +168,71 @@ def answer(findings: Findings) -> Answer:
 _MARKERS = "osD^vP*Xh<>"  # of noise levels or formats
 
 
-def _judged_models(findings: Findings, table: Table) -> list[tuple[str, str]]:
+@dataclass(frozen=True)
+class _SurvivalCurve:
+    """The masks of a model at a noise level or in a format, by layer."""
+
+    rows: pd.DataFrame
+    color: str
+    marker: str
+    label: str
+
+
+def _survival_panels(findings: Findings, table: Table, rows: pd.DataFrame) -> dict[str, list[_SurvivalCurve]]:
+    """Return the curves of each panel by title: models of a task and seed share one, unless each has several."""
     measurements = findings.measurements
     set_sizes = measurements[table].groupby("model")["kept"].last()
-    judged = []
+    names = list(dict.fromkeys(rows["curve"]))
+    shades = _shades(len(names)) if len(names) > 1 else []
+    panels: dict[str, list[_SurvivalCurve]] = {}
     for panel in panels_of(measurements.models):
         for series in panel.series:
-            if series.model in set_sizes.index:
-                supposed = f": top-{set_sizes[series.model]} it would choose" if series.attention in DENSE else ""
-                judged.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
-    if not judged:
+            if series.model not in set_sizes.index:
+                continue
+            supposed = f": top-{set_sizes[series.model]} it would choose" if series.attention in DENSE else ""
+            label = f"{series.label}{supposed}"
+            of_model = rows[rows["model"] == series.model]
+            if len(names) == 1:
+                curve = _SurvivalCurve(of_model, series.style.color, series.style.marker, label)
+                panels.setdefault(panel.title, []).append(curve)
+                continue
+            panels[f"{panel.title}\n{label}"] = [
+                _SurvivalCurve(of_model[of_model["curve"] == name], shade, _MARKERS[at % len(_MARKERS)], name)
+                for at, (name, shade) in enumerate(zip(names, shades, strict=True))
+            ]
+    if not panels:
         raise NothingToDrawError("No mask of these models depends on the input, so none can change.")
-    return judged
+    return panels
+
+
+def _shades(count: int) -> list[str]:
+    """Return colours from light to dark, which the colour-blind can tell apart."""
+    import seaborn as sns  # takes a second
+
+    shades: list[str] = sns.color_palette("viridis_r", count + 1).as_hex()[1:]
+    return shades
 
 
 def draw_survival(findings: Findings, table: Table, rows: pd.DataFrame, note: str) -> Figure:
     """Draw against layers the share of masks that stay the same, with its ends, and the certified share."""
-    import seaborn as sns  # takes a second
-
-    models = _judged_models(findings, table)
-    curves = list(dict.fromkeys(rows["curve"]))
-    shades = sns.color_palette("viridis_r", len(curves) + 1).as_hex()[1:]  # the colour-blind can tell them apart
-    figure, axes = panel_grid(len(models), height=2.9)
-    for ax, (model, name) in zip(axes, models, strict=True):
-        for at, (curve, color) in enumerate(zip(curves, shades, strict=True)):
-            of_curve = rows[(rows["model"] == model) & (rows["curve"] == curve)]
-            layers = of_curve["layer"].to_numpy(int)
-            marker = _MARKERS[at % len(_MARKERS)]
-            ax.plot(layers, of_curve["same"], color=color, marker=marker, markersize=4, label=curve)
-            ax.fill_between(layers, of_curve["low"], of_curve["high"], color=color, alpha=0.25, linewidth=0)
-            ax.plot(layers, of_curve["certified"], color=color, linestyle=":", linewidth=1.3)
-            number_layers(ax, layers.tolist())
+    panels = _survival_panels(findings, table, rows)
+    figure, axes = panel_grid(len(panels), height=2.6)
+    for ax, (name, curves) in zip(axes, panels.items(), strict=True):
+        for curve in curves:
+            layers = curve.rows["layer"].to_numpy(int)
+            ax.plot(
+                layers, curve.rows["same"], color=curve.color, marker=curve.marker, markersize=4, label=curve.label
+            )
+            ax.fill_between(
+                layers, curve.rows["low"], curve.rows["high"], color=curve.color, alpha=0.25, linewidth=0
+            )
+            ax.plot(layers, curve.rows["certified"], color=curve.color, linestyle=":", linewidth=1.3)
+        number_layers(ax, sorted({int(layer) for curve in curves for layer in curve.rows["layer"]}))
         ax.set_ylim(0, 1.03)
         ax.set_title(name, fontsize=9)
     axes[0].set_ylabel("share of masks unchanged, S′ = S")
-    single_curve = f"{curves[0].capitalize()}. " if len(curves) == 1 else ""
+    names = rows["curve"].unique()
+    single_curve = f"{str(names[0]).capitalize()}. " if len(names) == 1 else ""
     return finished(figure, f"{single_curve}Heads pooled; dotted: certified to be unchanged. {note}.")
 
 

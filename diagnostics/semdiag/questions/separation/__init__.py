@@ -17,5 +17,5 @@ QUESTION = Question(
     takes=("k", "every", *SAMPLING),
     leave_out=(),
     external=False,
-    place="screen",
+    place="theory",
 )

@@ -20,7 +20,7 @@ from semdiag.measuring.findings.estimates import (
     sampled_models,
     without,
 )
-from semdiag.measuring.findings.findings import Findings, Summary, diverged
+from semdiag.measuring.findings.findings import Findings, Summary, diverged, seed_names
 from semdiag.measuring.words import counted, span_words
 from semdiag.presenting.answer import (
     Answer,
@@ -57,7 +57,7 @@ def separation_claims(findings: Findings) -> list[Claim]:
         if (models[column] == value).any():
             models = models[models[column] == value]
     claims = []
-    for panel in panels_of(models) if len(models) else []:
+    for panel in panels_of(models, seeds=seed_names(findings.measurements.models)) if len(models) else []:
         for series in panel.series:
             claims.append(_separation_claim(findings, series.model, f"{panel.title}, {series.label}"))
     return claims or [Claim("separation", "No model drops a key: separation is undefined for full attention.")]

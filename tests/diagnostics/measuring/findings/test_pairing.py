@@ -10,8 +10,11 @@ from semdiag.measuring.findings.findings import (
     pairs_against,
     path_tail,
     rivals,
+    seed_names,
+    seed_sentence,
     unlearned_sentences,
 )
+from semdiag.presenting.drawing.panels import panels_of
 
 SOME = [1, 2, 3, 4]
 TOPK = {"attention": "topk", "k": 5}
@@ -155,3 +158,28 @@ def test_compared_models_at_chance_are_said_not_to_have_learned(made_up, full, t
 
 def test_what_is_not_compared_is_not_judged(made_up):
     assert unlearned_sentences(Findings(made_up(("f", SOME, {"samples": 500, "accuracy": 0.5})))) == []
+
+
+def test_several_long_seeds_are_called_by_letters_in_their_order(models):
+    three = models(
+        f={"seed": 500_000_000}, t={**TOPK, "seed": 500_000_000},
+        g={"seed": 400_000_000}, u={**TOPK, "seed": 400_000_000}, h={"seed": 300_000_000},
+    )  # fmt: skip
+    assert seed_names(three) == {300_000_000: "A", 400_000_000: "B", 500_000_000: "C"}
+    assert [pair.label for pair in find_pairs(three)[0]] == [
+        "even-pairs, topk-5, seed C",
+        "even-pairs, topk-5, seed B",
+    ]
+    some = three[three["seed"] != 300_000_000]  # called as among all
+    assert find_pairs(some, seeds=seed_names(three))[0] == find_pairs(three)[0]
+    assert [panel.title for panel in panels_of(some, seeds=seed_names(three))] == [
+        "even-pairs, seed C", "even-pairs, seed B"
+    ]  # fmt: skip
+    assert "B is 400000000" in seed_sentence(three)
+
+
+@pytest.mark.parametrize("seeds", [(1, 2), (500_000_000, 500_000_000), (7, 500_000_000)])
+def test_one_seed_and_short_ones_are_called_by_themselves(seeds, models):
+    both = models(f={"seed": seeds[0]}, g={"seed": seeds[1]})
+    assert seed_names(both) == {seed: str(seed) for seed in seeds}
+    assert seed_sentence(both) == ""

@@ -5,11 +5,9 @@ import numpy as np
 import pytest
 
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measuring.findings.findings import Findings, find_pairs
+from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions import registry
-from semdiag.questions.bounds.corollary import corollary_table
-from semdiag.questions.registry import tables as declared_tables
 from semdiag.questions.stability.answer import exceeding_pairs
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -41,11 +39,6 @@ def known(four, theory):
 def test_nothing_is_drawn_from_empty_tables(name, four):
     with pytest.raises(NothingToDrawError, match=r"\.$"):
         registry.figures()[name](Findings(four))
-
-
-def test_nothing_is_drawn_without_a_pair(model, theory):
-    with pytest.raises(NothingToDrawError, match="compared with a full one"):
-        registry.figures()["corollary_conditions"](Findings(theory(model("topk"))))
 
 
 @pytest.mark.slow
@@ -100,50 +93,3 @@ def test_stability_curves_draw_every_row_above_the_papers_form(known):
     ]
     assert marked == pytest.approx([0.38] * 4)
     assert "above the paper's form" in legend(ax.figure)
-
-
-@pytest.mark.slow
-def test_cells_count_the_pairs_that_meet_a_condition(known):
-    pairs, _ = find_pairs(known.models, attention=None)
-    table = corollary_table(Findings(known), pairs)
-    panels = shown(registry.figures()["corollary_conditions"](Findings(known)))
-    names = [tick.get_text() for tick in panels[0].get_yticklabels()]
-    assert names == [f"{kind}, {name}" for kind in ("top-k", "banded", "local blocks") for name in "WX"]
-    for ax, form, limit in zip(panels, ("paper", "sound"), (1.0, 0.0), strict=True):
-        written = np.reshape([text.get_text() for text in ax.texts], (6, 4))
-        of_form = table[table["form"] == form]
-        cases = [v for v in of_form["value"] if abs(v - limit) >= 1e-12]
-        end = f"met in {sum(v < limit for v in cases)} of {len(cases)} cases"
-        assert " ".join(ax.get_title(loc="left").split()).endswith(end)
-        for name, numbers, colours in zip(names, written, ax.images[0].get_array(), strict=True):
-            kind, _, condition = name.rpartition(", ")
-            word = {"top-k": "topk", "local blocks": "block"}.get(kind, kind)
-            own = of_form[of_form["pair"].str.contains(f", {word}-") & (of_form["parameter"] == condition)]
-            for percentile, number, colour in zip((75, 90, 95, 100), numbers, colours, strict=True):
-                values = own.loc[own["percentile"] == percentile, "value"]
-                decided = [v for v in values if abs(v - limit) >= 1e-12]
-                met = sum(v < limit for v in decided)
-                assert number == (f"{met} of {len(decided)}" if decided else "–")
-                assert colour == (0 if not decided else 1 if not met else 2 if met < len(decided) else 3)
-    assert [tick.get_text() for tick in panels[0].get_xticklabels()] == ["p75", "p90", "p95", "p100"]
-
-
-def cells(measurements, name):
-    paper, sound = shown(registry.figures()["corollary_conditions"](Findings(measurements)))
-    rows = [tick.get_text() for tick in paper.get_yticklabels()]
-    return [np.reshape([text.get_text() for text in ax.texts], (-1, 4))[rows.index(name)] for ax in (paper, sound)]
-
-
-@pytest.mark.slow
-def test_a_tie_has_no_number(known):
-    queries = known.queries.copy()
-    queries.loc[queries["model"].str.contains("topk") & (queries["sample"] == 0), "separation"] = 0.0
-    paper, _ = cells(known.replace(queries=queries), "top-k, W")
-    assert [number == "–" for number in paper] == [False, True, True, True]
-
-
-@pytest.mark.slow
-def test_without_constants_the_sound_margin_in_x_is_not_known(known):
-    without = known.replace(constants=declared_tables()["constants"].empty())
-    _, sound = cells(without, "top-k, X")
-    assert set(sound) == {"–"}

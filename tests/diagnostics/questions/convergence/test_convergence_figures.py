@@ -40,7 +40,7 @@ def runs(model):
 @pytest.mark.slow
 def test_the_curves_of_each_seed_mark_the_arrivals_at_the_target(runs):
     figure = registry.figures()["training_curves"](Findings(runs))
-    first = [ax for ax in figure.axes if ax.get_visible()][::3]
+    first = [ax for ax in figure.axes if ax.get_visible()][::2]  # with held-out accuracy
     assert len(first) == 3  # seeds
     assert all([text.get_text() for text in ax.texts] == ["2", "4"] for ax in first)
     half = runs.replace({**runs.provenance, "target": 0.5})

@@ -15,8 +15,9 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.questions.k_sweep.changes import change_table, length_table, smallest_enough
-from semdiag.questions.k_sweep.figures import cost
+from semdiag.presenting.drawing.style import panel_grid
+from semdiag.questions.k_sweep.changes import Unit, change_table, length_table, smallest_enough
+from semdiag.questions.k_sweep.figures import _Costs, _crossing, _rounded_up, cost
 from semdiag.questions.k_sweep.measure import KSweepPlan
 from semdiag.questions.k_sweep.rerun import RERUN_TABLE, packed
 from semdiag.questions.k_sweep.wording import length_lines, needed_words, verdict_lines
@@ -213,3 +214,39 @@ def test_one_long_document_has_intervals_over_chunks_within_it(model):
     assert "Intervals are over 5 chunks of this text, of 128 tokens or more" in said
     five = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids[:, :600].view(5, 120)])
     assert set(survey([five], conditions).rerun["chunk"]) == {0}
+
+
+def test_panels_of_a_unit_share_their_scale(findings):
+    keys, lengths = cost(findings).axes
+    assert keys.get_ylim() == lengths.get_ylim()
+    assert lengths.get_ylabel() == ""
+
+
+def test_keys_are_named_by_k_and_by_how_many_there_are(findings):
+    ax, _ = cost(findings).axes
+    assert ax.get_xlabel().endswith(f", of {LENGTH}")
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["2", "6"]
+
+
+def test_the_k_of_the_mark_is_never_below_the_line():
+    assert [_rounded_up(k) for k in (1.3, 8.0, 20.3, 99.0, 310.0, 311.0, 1234.0)] == [2, 8, 21, 99, 310, 320, 1300]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({100: 0.1, 400: 0.001}, 200),  # on a logarithmic axis half-way between the two, as is the limit of 0.01
+        ({100: 0.1, 200: 0.005, 400: 0.1}, None),  # not for good
+        ({100: 0.005, 400: 0.001}, None),  # never above
+        ({100: 0.1, 400: 0.05}, None),
+    ],
+)
+def test_the_mark_is_where_a_line_enters_the_shaded_area_for_good(changes, expected):
+    rows = pd.DataFrame(
+        {"mask": "topk", "k": k, "kept": k / 1000, "change": change, "low": change, "high": change}
+        for k, change in changes.items()
+    )
+    _, (ax,) = panel_grid(1)
+    ax.set_xscale("log")
+    crossing = _crossing(ax, _Costs(rows, "kept", Unit("loss"), 0.01))
+    assert crossing == (None if expected is None else (pytest.approx(0.2), expected))
