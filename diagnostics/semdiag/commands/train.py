@@ -15,6 +15,8 @@ from semdiag.measuring.words import counted
 from semdiag.presenting import options
 from semdiag.presenting.terminal import Minutes, say, tell, terminal
 
+_MOST_THREADS = 4096
+
 if TYPE_CHECKING:
     from semdiag_models import Text
     from semdiag_models.tasks import Classification
@@ -270,8 +272,8 @@ def train(
     model, training = configure(classification, chosen)
     where = find_device(device)
     if threads is not None:
-        if threads < 1:
-            raise InputError(f"--threads must be at least 1. Got {threads}.")
+        if not 1 <= threads <= _MOST_THREADS:
+            raise InputError(f"--threads must lie between 1 and {_MOST_THREADS:,}. Got {threads:,}.")
         torch.set_num_threads(threads)
     provenance = {"command": command_line()}
     choices = {"resume": resume, "overwrite": overwrite}

@@ -256,13 +256,20 @@ def targets(text: str, option: str) -> tuple[tuple[str, float], ...]:
     return _listed(text, pair, f"{option} takes an accuracy like 0.95, or TASK=0.35 for one task")
 
 
+_MOST_REPEATS = 1_000_000
+_REPEATS = {"draws", "planes", "directions"}
+
+
 def check_least(plan: object, **least: int) -> None:
-    """Refuse fields of a plan that are below their least values."""
+    """Refuse fields of a plan that are below their least values, and repeats without end."""
     from semdiag_files import InputError
 
     for name, number in least.items():
-        if (value := getattr(plan, name)) < number:
+        value = getattr(plan, name)
+        if value < number:
             raise InputError(f"{name} must be at least {number}. Got {value}.")
+        if name in _REPEATS and value > _MOST_REPEATS:
+            raise InputError(f"{name} must be at most {_MOST_REPEATS:,}. Got {value:,}.")
 
 
 def listed_names(text: str, option: str = "") -> tuple[str, ...]:

@@ -352,7 +352,11 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
         (["even-pairs", "--train-samples", 10**12], "train_samples must lie in [1, 1000000000]."),
         (["even-pairs", "--learning-rate", "nan"], "learning_rate must lie in (0, inf). Got learning_rate=nan."),
         (["even-pairs", "--seed", -1], "seed must lie in [0, 9223372036854775808). Got seed=-1."),
-        (["even-pairs", "--threads", 0], "--threads must be at least 1. Got 0."),
+        (["even-pairs", "--threads", 0], "--threads must lie between 1 and 4,096. Got 0."),
+        (
+            ["even-pairs", "--threads", 2**63],
+            "--threads must lie between 1 and 4,096. Got 9,223,372,036,854,775,808.",
+        ),
         (["even-pairs", "--device", "gpu"], "Unknown device 'gpu'."),
         (
             ["even-pairs", "--snapshots", "1;2"],

@@ -237,7 +237,10 @@ def weights_digest(module: nn.Module) -> str:
 
 def structure_digest(module: nn.Module) -> str:
     """Return a digest of what a model prints as: its modules with their sizes, and its configuration."""
-    text = f"{module!r} {getattr(module, 'config', None)!r}"
+    try:
+        text = f"{module!r} {getattr(module, 'config', None)!r}"
+    except Exception:  # the user's code may do anything when printed
+        text = " ".join(f"{name} {type(part).__qualname__}" for name, part in module.named_modules())
     return hashlib.sha256(_ADDRESS.sub("", text).encode(errors="surrogateescape")).hexdigest()[:12]
 
 

@@ -233,6 +233,18 @@ def test_structure_has_one_digest_whatever_addresses_it_prints():
     assert structure_digest(first) == structure_digest(second) != structure_digest(nn.Sequential(nn.ReLU()))
 
 
+class Unprintable(nn.Linear):
+    def __repr__(self):
+        raise RuntimeError("not printable")
+
+
+def test_a_model_that_cannot_be_printed_has_a_structure():
+    digests = {
+        structure_digest(nn.Sequential(Unprintable(2, 2), *more)) for more in ((), (nn.ReLU(),), (nn.ReLU(),))
+    }
+    assert len(digests) == 2
+
+
 class Named(nn.Module):
     """Prints an object that has no text of its own."""
 
