@@ -31,7 +31,8 @@ _CONVERT = {
 
 
 def array_names(path: Path) -> list[str]:
-    """Return the names of all arrays of a file that :func:`read_arrays` can read."""
+    """Return the names of all arrays of a file; one that :func:`read_arrays` cannot read is refused."""
+    read_arrays(path, [])
     with open_file(path) as file:
         if path.suffix == ".npz":
             return [str(name) for name in np.load(file, allow_pickle=False).files]

@@ -86,7 +86,6 @@ class SelectionFile:
 
 def read_selections(path: Path, format: str = "", limits: bool = True) -> list[SelectionFile]:
     """Read a file's selections: one, or one for each module whose name stands before its arrays' names."""
-    read_arrays(path, [])  # refuses what is no file of arrays
     names = array_names(path)
     modules = _modules(path, names)
     taken = {name for name in names if _parted(name)[0] in modules and _parted(name)[1] in _ROLES}

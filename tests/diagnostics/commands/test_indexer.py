@@ -165,6 +165,12 @@ def test_an_interrupted_fit_goes_on_and_is_loaded_again(run_semdiag, refusal, mo
             ("--inputs", "ids.npy", "--k", 4, "--load", "other.safetensors"),
             "no fitted indexers",
         ),
+        ("own_models:good", ("--inputs", "ids.npy", "--k", 4, "--load", "ids.npy"), ".npz"),
+        (
+            "own_models:good",
+            ("--inputs", "ids.npy", "--k", 4, "--load", "broken.safetensors"),
+            "broken.safetensors",
+        ),
         ("own_models:good", (*WORDS, "--save", "fit.pt"), ".safetensors"),
         ("own_models:good", (*WORDS, "--save", "other.safetensors"), "no fitted indexers"),
         ("own_models:not_finite", WORDS, "not finite"),
@@ -177,6 +183,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_fitted(refusal, mon
 
     np.save("one.npy", np.arange(10).reshape(1, 10))
     save_file({"weight": torch.zeros(3)}, "other.safetensors")
+    Path("broken.safetensors").write_bytes(bytes(range(40)))
     monkeypatch.setattr(IndexerFit, "add", None)
     assert part in refusal("indexer", model, *words)
 
