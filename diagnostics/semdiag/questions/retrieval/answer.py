@@ -253,7 +253,7 @@ def facts_by_perplexity(findings: Findings) -> Figure:
                 linestyle="none", label=_mask_name(row["mask"], row["k"]),
             )  # fmt: skip
         ax.set_xscale("symlog", linthresh=_ONE_PERCENT)
-        ax.xaxis.set_major_formatter(lambda x, _: f"{100 * x:+,.3g}%")
+        ax.xaxis.set_major_formatter(lambda x, _: f"{100 * x:+,.3g}%" if x else "0%")
         ax.set_ylim(-0.05, 1.05)
         ax.set_xlabel("change of perplexity")
         ax.set_title(str(model)[-40:], fontsize=9)
