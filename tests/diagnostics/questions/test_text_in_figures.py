@@ -126,6 +126,6 @@ def test_no_text_lies_over_another_or_is_cut(real, name, narrow, monkeypatch):
         try:
             figure = registry.figures()[name](real)
         except NothingToDrawError:
-            assert name == "retrieval_by_distance"
+            assert name in ("retrieval_by_distance", "facts_by_perplexity")
             pytest.skip("nothing to draw of these checkpoints")
     assert faults(figure, monkeypatch) == []
