@@ -103,6 +103,7 @@ def run(model: str, command: str, samples: int, length: int) -> None:
     torch.set_num_threads(1)
     loaded = semdiag.load(model)
     tokens = next(part.num_embeddings for part in loaded.module.modules() if isinstance(part, torch.nn.Embedding))
+    length = min(length, getattr(loaded.module.config, "max_position_embeddings", length))
     del loaded
     found: dict[str, Any] = {}
     records: list[Record] = []
@@ -116,6 +117,7 @@ def run(model: str, command: str, samples: int, length: int) -> None:
 
     def recorded(model: Any, inputs: Any, conditions: Any, device: Any, may_move: bool, progress: Any) -> Any:
         records.append(Record(progress))
+        found.update(start=time.process_time(), wall=time.perf_counter())  # where nothing is told
         tables = surveyed(model, inputs, conditions, device, may_move, records[0])
         records[0].announce(": answers", 0)
         return tables
