@@ -41,7 +41,7 @@ def pages(full_report, model, tmp_path_factory):
     page, _ = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
     return [
         (everything, len(registry.figures()) - 1),  # the cost is no image
-        (page.parent, 7),
+        (page.parent, 6),
     ]
 
 
