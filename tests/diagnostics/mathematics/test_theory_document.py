@@ -16,7 +16,7 @@ ANCHORS = set(re.findall(r'<a id="([\w-]+)"></a>', DOCUMENT))
 SOURCES = [file for folder in ("diagnostics", "models") for file in sorted((ROOT / folder).rglob("*.py"))]
 PACKAGES = ("semdiag.mathematics", "semdiag_models.model", "semdiag_models.selection", "semdiag.measuring.reach")
 PLAIN = {  # handle numbers, tensors and places; their docstrings say it all
-    "allowed_by", "allowed_keys", "as_mask", "index_scores", "lacking", "quantised", "with_scales",
+    "allowed_by", "allowed_keys", "as_mask", "index_scores", "lacking", "operands", "quantised", "with_scales",
     "broadcast", "draw_queries", "float64", "kaplan_meier_median",
     "largest_scores", "log", "log_one_plus", "log_one_plus_inverse", "log_product", "log_root_sum_squares",
     "log_sum", "median_interval", "merged", "overlaps", "part_of",
