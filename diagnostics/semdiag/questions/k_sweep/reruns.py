@@ -27,7 +27,6 @@ from semdiag.questions.k_sweep.finished import (
     weights_digest,
 )
 from semdiag.questions.k_sweep.rerun import (
-    LEAST_SAMPLES,
     LENGTHS_TABLE,
     NO_MASK,
     RERUN_FAILED,
@@ -184,9 +183,7 @@ class _Runs:
         inputs = sets[0]
         tokens = sum(samples_of(batch) * longest(batch) for batch in inputs.batches)
         limit = self.plan.seconds
-        if limit is None and not self.subject.model.external:
-            return self._of_own_model(inputs.samples)
-        if limit is None and tokens < _LONG_ENOUGH:
+        if limit is None and (not self.subject.model.external or tokens < _LONG_ENOUGH):
             return inputs.samples
         try:
             seconds = sum(self._seconds(runs, labels if runs is inputs else None) for runs in sets)
@@ -203,17 +200,6 @@ class _Runs:
             return samples
         self._say(sum(runs.runs for runs in sets), seconds)
         return inputs.samples
-
-    def _of_own_model(self, samples: int) -> int:
-        """Return how many samples an encoder is run on: within a report as few as a verdict needs."""
-        if self.plan.asked or samples <= LEAST_SAMPLES:
-            return samples
-        self.subject.remark(
-            f"run with masks on the first {LEAST_SAMPLES} of {counted(samples, 'sample')}, the fewest that can "
-            "show that at most 1% are harmed; semdiag k-sweep --rerun takes all",
-            "rerun-samples",
-        )
-        return LEAST_SAMPLES
 
     def _say(self, runs: int, seconds: float) -> None:
         if seconds < _WORTH_SAYING:

@@ -1,7 +1,5 @@
 """A k-sweep looks on during the clean pass of its command: how often the model runs, and equal numbers."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 import torch
@@ -13,13 +11,10 @@ import semdiag
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.measure import Conditions
 from semdiag.measuring.survey import survey
-from semdiag.measuring.table import REMARKS
 from semdiag.questions.k_sweep import top_scores
 from semdiag.questions.k_sweep.measure import K_SWEEP_TABLE, KSweepPlan
-from semdiag.questions.k_sweep.rerun import RERUN_TABLE
 from semdiag_files import InputError
 
-CHECKPOINTS = Path(__file__).parents[4] / "checkpoints"
 LETTERS, SAMPLES = 7, 9
 PLAN = KSweepPlan(rerun=True, ks=(2, 4), kinds=("topk", "random"))
 ALONE, AGAIN = [1, 1], [SAMPLES] * 4  # a sample as it is and with other tokens at its end; masks
@@ -161,13 +156,3 @@ def test_queries_are_drawn_from_python_too(model, ids):
     assert len(found.sweep_estimates) > 0
     with pytest.raises(InputError, match="needs every query"):
         semdiag.mask_stability(model, ids, queries=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("best_effort", "samples"), [(True, 299), (False, 320)])
-def test_a_report_runs_an_encoder_on_as_few_samples_as_a_verdict_needs(best_effort, samples):
-    plan = KSweepPlan(rerun=True, ks=(2,), kinds=("topk",), best_effort=best_effort)
-    loaded = semdiag.load(CHECKPOINTS / "even-pairs-topk-5-seed-153476998")
-    measured = survey([loaded], Conditions(plans=(plan,), samples=320))
-    assert len(measured[RERUN_TABLE]) == 2 * samples  # with the mask and without
-    assert ("rerun-samples" in set(measured[REMARKS]["code"])) == best_effort
