@@ -126,7 +126,7 @@ def compared_pairs(findings: Findings) -> list[Pair]:
     against = findings.measurements.provenance.get("against")
     if against is not None and against in set(models["model"]):
         return pairs_against(models, against)
-    return find_pairs(models, attention=None)[0]
+    return find_pairs(models, attention=None, seeds={})[0]  # tables hold the seeds themselves, no letters
 
 
 def unlearned_sentences(findings: Findings) -> list[str]:
