@@ -18,9 +18,8 @@ class ReusedChoices:
 
     def __init__(self) -> None:
         self._makers: dict[str, Tensor] = {}  # last choice of each module, in the order of running
-        self._uses: dict[
-            str, Counter[str]
-        ] = {}  # by layer: calls with the choice of a module, "" for an unknown one
+        # By layer: how many calls used the choice of a module; "" for an unknown one.
+        self._uses: dict[str, Counter[str]] = {}
 
     @property
     def donors(self) -> dict[str, str]:
